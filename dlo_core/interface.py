@@ -1,0 +1,233 @@
+"""What a kind of device gives to dlo: the one contract between the core and a backend.
+
+Streams and events are Protocols, because torch's own classes already satisfy them and the hot
+path carries no wrappers. Everything else that a vendor writes is ``Backend`` with its
+``PinnedAllocator``, ``Collective`` and ``Check``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "Backend",
+    "Capabilities",
+    "Check",
+    "Collective",
+    "Event",
+    "HostBuffer",
+    "MemoryInfo",
+    "PinnedAllocator",
+    "Stream",
+]
+
+
+class Event(Protocol):
+    """A point in a stream's work, as ``torch.cuda.Event`` has it.
+
+    An event that was never recorded counts as reached.
+    """
+
+    def record(self, stream: Any = None) -> None:
+        """Mark the work that ``stream`` (default: the current one) holds so far."""
+
+    def query(self) -> bool:
+        """Return whether the marked work is done."""
+
+    def synchronize(self) -> None:
+        """Block the host until the marked work is done."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return the milliseconds from this event to ``end_event``; both must be timing events."""
+
+
+class Stream(Protocol):
+    """A queue of work that runs in order, as ``torch.cuda.Stream`` has it."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let all work that is queued from now on wait for ``event``."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """Record ``event`` after all work that is queued so far."""
+
+    def synchronize(self) -> None:
+        """Block the host until all queued work is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend's device can do; the core asks for these and never for a vendor.
+
+    Attributes:
+        alignment: Bytes to which every tensor of a block and every shard is aligned; a power of
+            two and at least 64.
+        host_blocks: Whether a wait on the compute stream blocks the calling thread.
+        pinned_memory: Whether host memory can be page-locked for asynchronous copies.
+    """
+
+    alignment: int = 256
+    host_blocks: bool = False
+    pinned_memory: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse an alignment that is not a power of two of at least 64."""
+        if self.alignment < 64 or self.alignment & (self.alignment - 1):  # noqa: PLR2004 - stated
+            raise ValueError(
+                f"Capabilities.alignment is {self.alignment}; it must be a power of two and at "
+                "least 64"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Device memory in bytes.
+
+    Attributes:
+        allocated: Bytes in live tensors, as the backend's allocator counts them.
+        reserved: Bytes that the allocator holds; at least ``allocated``.
+        free: Bytes that the device still has.
+        total: Bytes of the whole device.
+    """
+
+    allocated: int
+    reserved: int
+    free: int
+    total: int
+
+
+class HostBuffer(Protocol):
+    """One run of host memory of exactly the size that was asked for."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The bytes, as a one-dimensional ``uint8`` tensor on the CPU."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the memory really is page-locked."""
+
+    @property
+    def locked_nbytes(self) -> int:
+        """Bytes that the system locked for this buffer; 0 when it is pageable."""
+
+    def release(self) -> None:
+        """Give the memory back; afterwards ``tensor`` must not be used. Idempotent."""
+
+
+class PinnedAllocator(ABC):
+    """Makes host buffers from which the device can copy asynchronously."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> HostBuffer:
+        """Return a buffer of exactly ``nbytes`` bytes, page-locked where the device can.
+
+        Raises:
+            HostMemoryError: The memory cannot be had; names the bytes and the limit.
+        """
+
+
+class Collective(ABC):
+    """The all-gather of one group of ranks, over a process group of dlo's own."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """Queue the gather of every rank's ``shard`` into ``out`` on the current stream.
+
+        Args:
+            out: ``uint8``, contiguous, ``size * shard.numel()`` bytes.
+            shard: ``uint8``, contiguous; may be this rank's own part of ``out``.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the process group back without entering a collective. Idempotent."""
+
+
+class Check(ABC):
+    """Compares bytes on the device and remembers a difference, without a host wait."""
+
+    @abstractmethod
+    def compare(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        """Queue the comparison of two ``uint8`` device tensors on the current stream."""
+
+    @abstractmethod
+    def failed(self) -> bool:
+        """Return whether any comparison that is done so far found a difference. Never waits."""
+
+
+class Backend(ABC):
+    """One kind of device: all that a vendor has to write.
+
+    Attributes:
+        name: The torch device type (``"cpu"``, ``"cuda"``), which is also the entry point's name.
+        device: The device whose memory holds slots and stages.
+        comm_library: Name of the ``torch.distributed`` backend that moves this device's bytes.
+        capabilities: What the device can do.
+        allocator: Makes the host buffers.
+    """
+
+    name: str
+    device: torch.device
+    comm_library: str
+    capabilities: Capabilities
+    allocator: PinnedAllocator
+
+    @abstractmethod
+    def new_stream(self, priority: int = 0) -> Stream:
+        """Return a new stream; a lower ``priority`` number goes first where the device can."""
+
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """Return the stream on which this thread's work is queued now."""
+
+    @abstractmethod
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context in which ``stream`` is this thread's current stream."""
+
+    @abstractmethod
+    def new_event(self, *, timing: bool = False) -> Event:
+        """Return a new event; only a ``timing`` event has ``elapsed_time``."""
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return ``nbytes`` uninitialised bytes of device memory as a ``uint8`` tensor."""
+
+    @abstractmethod
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Queue a copy between equally shaped ``uint8`` tensors on the current stream.
+
+        Asynchronous when the host side is pinned (or the backend's host memory always is as good
+        as pinned); both tensors stay alive until it is done.
+        """
+
+    @abstractmethod
+    def new_check(self) -> Check:
+        """Return a new comparison of device bytes."""
+
+    @abstractmethod
+    def collective(self, group: ProcessGroup) -> Collective:
+        """Return the all-gather over ``group``, which becomes the collective's own."""
+
+    @abstractmethod
+    def memory(self) -> MemoryInfo:
+        """Return the device's memory as this process sees it."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the host until all work of this backend is done."""
+
+    def __repr__(self) -> str:
+        """Show the kind and the device."""
+        return f"{type(self).__name__}(device={str(self.device)!r})"
