@@ -42,7 +42,8 @@ dev: $(VENV)/.dlo $(VENV)/.dev
 	$(BIN)/pre-commit install
 
 clean:
-	rm -rf $(VENV) .venv-boot .tox site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-boot .tox site build dist \
+		.mypy_cache .ruff_cache .pytest_cache .hypothesis digits.png timeline.png
 
 # Some systems split ensurepip off Python; then virtualenv, which brings its own pip, makes the folder.
 $(VENV)/.made:

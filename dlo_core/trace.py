@@ -1,10 +1,23 @@
-"""A span: what one lane (compute, wait, copy, gather) did for one block, and when."""
+"""The trace: what each lane (compute, wait, copy, gather) did for each block in the last pass.
+
+Timing events are recorded on the hot path and read only here.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Span"]
+from dlo_core.stats import BlockState, BlockStats, Stats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dlo_core.engine import Engine
+    from dlo_core.interface import Event
+    from dlo_core.streamer import Streamer
+
+__all__ = ["Span", "collect_stats", "spans"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +27,7 @@ class Span:
     Attributes:
         lane: ``"compute"``, ``"wait"``, ``"copy"`` or ``"gather"``.
         block: Dotted name of the block.
-        start_ms: Milliseconds from the start of the pass.
+        start_ms: Milliseconds from the start of the pass; negative for what was prefetched before.
         end_ms: Milliseconds from the start of the pass.
     """
 
@@ -22,3 +35,88 @@ class Span:
     block: str
     start_ms: float
     end_ms: float
+
+
+def spans(offload: Any) -> tuple[Span, ...]:
+    """Return the spans of the last pass of an enabled ``LayerwiseOffload``, by their start.
+
+    The fills are the blocks' latest ones: those of the first blocks belong to the next pass. Work that is
+    still under way is left out.
+    """
+    engine = offload.engine
+    found = [] if engine is None else [s for t in engine.streamers for s in _spans(engine, t)]
+    return tuple(sorted(found, key=lambda span: span.start_ms))
+
+
+def _spans(engine: Engine, streamer: Streamer) -> Iterator[Span]:
+    origin = streamer.pass_start
+    for local, name in enumerate(streamer.names):
+        number = streamer.first_block + local
+        times = engine.blocks[number].times
+        lanes = [("copy", times.copy_start, times.copy_end)]
+        if engine.transfer.gathers:
+            lanes.append(("gather", times.gather_start, times.gather_end))
+        if number in streamer.last_waited:
+            lanes.append(("wait", times.wait_start, times.wait_end))
+            lanes.append(("compute", times.wait_end, times.compute_end))
+        for lane, start, end in lanes:
+            begin, length = _elapsed(origin, start), _elapsed(start, end)
+            if begin is not None and length is not None:
+                yield Span(lane, name, begin, begin + length)
+
+
+def collect_stats(engine: Engine, rank: int) -> Stats:
+    """Return the statistics of ``engine`` on ``rank``."""
+    exposed = {
+        number: _elapsed(engine.blocks[number].times.wait_start, engine.blocks[number].times.wait_end)
+        for streamer in engine.streamers
+        for number in streamer.last_waited
+    }
+    exposed_ms = sum(value or 0.0 for value in exposed.values())
+    moved_ms = sum(_moved_ms(engine, number) for number in exposed)
+    blocks = tuple(
+        BlockStats(layout.name, _state(engine, number), layout.nbytes, exposed.get(number) or 0.0)
+        for number, layout in enumerate(engine.layouts)
+    )
+    tapes = [streamer.tape for streamer in engine.streamers]
+    return Stats(
+        device_bytes=engine.pool.nbytes + engine.remainder_nbytes,
+        host_bytes=engine.store.nbytes,
+        pinned_bytes=engine.store.pinned_nbytes,
+        passes=sum(tape.num_passes for tape in tapes),
+        fills=sum(tape.num_fills for tape in tapes),
+        skipped_fills=sum(tape.num_skipped for tape in tapes),
+        copied_bytes=engine.transfer.copied_nbytes,
+        gathered_bytes=engine.transfer.gathered_nbytes,
+        exposed_ms=exposed_ms,
+        transfer_ms=moved_ms,
+        overlap=max(0.0, 1.0 - exposed_ms / moved_ms) if moved_ms else None,
+        blocks=blocks,
+    )
+
+
+def _moved_ms(engine: Engine, number: int) -> float:
+    times = engine.blocks[number].times
+    copied = _elapsed(times.copy_start, times.copy_end) or 0.0
+    gathered = _elapsed(times.gather_start, times.gather_end) if engine.transfer.gathers else None
+    return copied + (gathered or 0.0)
+
+
+def _state(engine: Engine, number: int) -> BlockState:
+    state = BlockState.WAITING
+    for slot in engine.pool.slots:
+        if slot.tape is not None and slot.tape.block(slot.fill) == number:
+            state = BlockState.BOUND if slot.bound else BlockState.FILLED
+            if slot.bound:
+                break
+    return state
+
+
+def _elapsed(start: Event, end: Event) -> float | None:
+    """Return the milliseconds between two events, or None when they are not both there yet."""
+    if not (start.query() and end.query()):
+        return None
+    try:
+        return start.elapsed_time(end)
+    except (ValueError, RuntimeError):
+        return None

@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 # A character class around one letter keeps this file from finding itself.
-MACHINE_PATH = r"(?<![\w.~}])/(?:[w]ork|[r]oot|[h]ome|[o]pt|[U]sers|[m]nt|[t]mp|var/[t]mp)(?:/|\b(?=[\"'`\s]))"
+MACHINE_PATH = (
+    r"(?<![\w.~}])/(?:[w]ork|[r]oot|[h]ome|[o]pt|[U]sers|[m]nt|[t]mp|var/[t]mp)"
+    r"(?:/|\b(?=[\"'`\s]))"
+)
 OTHER_REPOSITORY = r"\.\./[s]hared"
 REGISTRY_HOST = (
     r"[p]ypi\.org|[p]ythonhosted\.org|[d]ownload\.pytorch\.org|[r]egistry\.npmjs\.org"

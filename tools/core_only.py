@@ -53,7 +53,9 @@ def main() -> None:
     for shown in (table, record):
         for device, package in GONE.items():
             if device not in shown or package not in shown:
-                sys.exit(f"dlo info does not give {device!r} with the reason that {package} is gone")
+                sys.exit(
+                    f"dlo info does not give {device!r} with the reason that {package} is gone"
+                )
     print("dlo info lists cuda and npu with the reason why each is absent")
 
 

@@ -1,0 +1,63 @@
+"""dlo: Distributed Layerwise Offload for diffusion transformers.
+
+An accelerator keeps only a few transformer blocks' weights; the other blocks wait in host memory and
+stream in while earlier blocks compute. In a group of ranks each rank's host keeps 1/size of every
+block, rebuilt by all-gather on the device::
+
+    import dlo_core as dlo
+
+    offloaded = dlo.offload(model, device="cuda", group=group, checkpoint="path/to/weights")
+"""
+
+import logging
+
+from dlo_core._version import __version__
+from dlo_core.config import OffloadConfig
+from dlo_core.errors import (
+    AgreementError,
+    BackendError,
+    CheckpointError,
+    ConfigError,
+    DloError,
+    DloWarning,
+    FillError,
+    FillTimeout,
+    HostMemoryError,
+    RestoreError,
+    UseError,
+)
+from dlo_core.interface import Backend, Capabilities
+from dlo_core.api import LayerwiseOffload, offload, offloaded
+from dlo_core.plan import Footprint
+from dlo_core.progress import LoadProgress
+from dlo_core.registry import hookimpl
+from dlo_core.stats import BlockState, BlockStats, Stats
+
+__all__ = [
+    "AgreementError",
+    "Backend",
+    "BackendError",
+    "BlockState",
+    "BlockStats",
+    "Capabilities",
+    "CheckpointError",
+    "ConfigError",
+    "DloError",
+    "DloWarning",
+    "FillError",
+    "FillTimeout",
+    "Footprint",
+    "HostMemoryError",
+    "LayerwiseOffload",
+    "LoadProgress",
+    "OffloadConfig",
+    "RestoreError",
+    "Stats",
+    "UseError",
+    "__version__",
+    "hookimpl",
+    "offload",
+    "offloaded",
+]
+
+logging.getLogger("dlo").addHandler(logging.NullHandler())

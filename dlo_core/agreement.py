@@ -1,0 +1,205 @@
+"""Agreement: what the ranks of a group tell each other on the host, and how they vote.
+
+Runs on a control group of dlo's own (gloo), never on the caller's group. Every exchange has the
+group's timeout; when it runs out the error names the ranks that did not come.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch.distributed as dist
+
+from dlo_core.collective import new_group_of, release_group
+from dlo_core.errors import AgreementError, ConfigError, DloError, FillError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Agreement", "GroupAgreement", "LoneAgreement", "agree_on"]
+
+T = TypeVar("T")
+
+
+class Agreement(ABC):
+    """The ranks that decide together."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def exchange(self, value: T, what: str) -> list[T]:
+        """Return every rank's ``value``, in rank order.
+
+        Args:
+            value: Picklable, small.
+            what: Names the exchange in the error.
+
+        Raises:
+            AgreementError: A rank did not answer within the timeout.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the control group back. Idempotent, no collective."""
+
+    def vote(self, error: BaseException | None, what: str) -> None:
+        """Raise on every rank when any rank brings an ``error``.
+
+        The rank that brings one raises it as it is; the others raise one of the same class where
+        it is dlo's own, else ``AgreementError``, naming the rank.
+        """
+        told = None if error is None else (type(error), f"{type(error).__name__}: {error}")
+        answers = self.exchange(told, what)
+        if error is not None:
+            raise error
+        failed = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
+        if failed:
+            rank, (kind, text) = failed[0]
+            more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+            usable = issubclass(kind, DloError) and not issubclass(kind, FillError)
+            raise (kind if usable else AgreementError)(
+                f"{what} failed on rank {rank}{more}, so it was refused on all {self.size}: {text}"
+            )
+
+
+class LoneAgreement(Agreement):
+    """One rank agrees with itself."""
+
+    rank = 0
+    size = 1
+
+    def exchange(self, value: T, what: str) -> list[T]:
+        """Return the one value."""
+        return [value]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class GroupAgreement(Agreement):
+    """The ranks of a control group."""
+
+    _made: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
+        """Make a control group of the ranks of ``group``; all of them must come.
+
+        Raises:
+            ConfigError: This process is not in ``group``.
+            AgreementError: A rank did not come within ``timeout_s``.
+        """
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._timeout_s = timeout_s
+        self._steps = itertools.count()
+        self._store = dist.distributed_c10d._get_default_store()
+        ranks = "-".join(map(str, self._global_ranks))
+        number = self._made[ranks] = self._made.get(ranks, -1) + 1
+        self._prefix = f"dlo/{ranks}/{number}"
+        self._group: ProcessGroup | None = None
+        step = self._arrive()
+        try:
+            self._group = new_group_of(group, "gloo", timeout_s)
+        except RuntimeError as error:
+            raise self._nobody(step, "offload()", error) from error
+
+    def exchange(self, value: T, what: str) -> list[T]:
+        """Return every rank's ``value``, in rank order."""
+        if self._group is None:
+            raise AgreementError(f"{what}: the control group is closed")
+        step = self._arrive()
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except (RuntimeError, ValueError) as error:
+            raise self._nobody(step, what, error) from error
+        return values
+
+    def close(self) -> None:
+        """Destroy the control group; local."""
+        group, self._group = self._group, None
+        release_group(group)
+
+    def _arrive(self) -> str:
+        """Tell the store that this rank came to the next exchange."""
+        step = f"{self._prefix}/{next(self._steps)}"
+        self._store.set(f"{step}/{self.rank}", b"1")
+        return step
+
+    def _nobody(self, step: str, what: str, error: Exception) -> AgreementError:
+        try:
+            missing = [r for r in range(self.size) if not self._store.check([f"{step}/{r}"])]
+        except RuntimeError:
+            missing = []
+        names = ", ".join(f"{r} (global rank {self._global_ranks[r]})" for r in missing)
+        who = f"rank {names} did not come to it" if missing else "a rank left in the middle of it"
+        return AgreementError(
+            f"{what}: the ranks could not agree within {self._timeout_s:g} s; {who}. Every rank of the "
+            "group must make the same dlo calls in the same order; look for an earlier error there, "
+            f"or raise load_timeout_s if it is still loading ({error})"
+        )
+
+    def __repr__(self) -> str:
+        """Show rank and size."""
+        return f"GroupAgreement(rank={self.rank}, size={self.size})"
+
+
+def agree_on(agreement: Agreement, facts: Mapping[str, str], what: str) -> None:
+    """Raise on every rank when the ranks' ``facts`` differ, naming the first differences.
+
+    Args:
+        agreement: The ranks.
+        facts: Names and values that must be equal everywhere.
+        what: Names the exchange in the error.
+
+    Raises:
+        AgreementError: They differ.
+    """
+    everyone = agreement.exchange(dict(facts), what)
+    names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
+    different = [
+        name for name in names if len({theirs.get(name, "nothing") for theirs in everyone}) > 1
+    ]
+    if different:
+        rows = [
+            f"{name}: "
+            + ", ".join(f"rank {r} has {t.get(name, 'nothing')}" for r, t in enumerate(everyone))
+            for name in different[:4]
+        ]
+        more = f" (and {len(different) - 4} more)" if len(different) > 4 else ""  # noqa: PLR2004
+        raise AgreementError(
+            f"{what}: the ranks of the group differ in {'; '.join(rows)}{more}. Give every rank the same "
+            "model, checkpoint and settings, or use_allgather=False"
+        )
+
+
+def check_member(group: Any) -> ProcessGroup:
+    """Return ``group`` when it is a process group that this process is in.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            "group= needs torch.distributed to be initialised; call init_process_group() first"
+        )
+    if group is dist.GroupMember.NON_GROUP_MEMBER or group is dist.group.WORLD is None:
+        raise ConfigError(
+            f"this process (global rank {dist.get_rank()}) is not in the group that it was given; "
+            "call offload() with a group that it belongs to"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"group= must be a torch.distributed.ProcessGroup; got {type(group).__name__}"
+        )
+    if dist.get_rank(group) < 0:
+        raise ConfigError(
+            f"this process (global rank {dist.get_rank()}) is not in the group that it was given, whose "
+            f"ranks are {dist.get_process_group_ranks(group)}"
+        )
+    return group

@@ -1,0 +1,288 @@
+"""Binding: pointing a block's parameters at a slot while it computes, at placeholders else.
+
+The *entry* in the module's table is swapped, not the data of the parameter: a meta parameter could not
+be bound otherwise, and a gradient would be silently wrong. Unbound, the entry is a placeholder that
+tells the truth about shape, dtype and device and raises on any use of its values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from dlo_core.errors import UseError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlo_core.inventory import Owned
+    from dlo_core.layout import BlockLayout, TensorSpec
+    from dlo_core.slots import Slot
+
+__all__ = ["BlockBinding", "Placeholder"]
+
+
+class Placeholder(torch.Tensor):
+    """Stands for a streamed tensor while its block does not compute; any use raises ``UseError``."""
+
+    dlo_name: str
+    dlo_reason: str
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, spec: TensorSpec, device: torch.device) -> Placeholder:
+        """Make a placeholder for ``like``, as ``spec`` lays it out, on ``device``."""
+        with torch.inference_mode(False):
+            made: Placeholder = torch.Tensor._make_wrapper_subclass(
+                cls,
+                spec.shape,
+                strides=spec.stride,
+                dtype=spec.dtype,
+                device=device,
+                requires_grad=like.requires_grad,
+            )
+        made.dlo_name = spec.name
+        made.dlo_reason = "its block streams and does not compute now"
+        if isinstance(like, nn.Parameter):
+            made._is_param = True  # type: ignore[attr-defined]
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        """Raise: the values are not here."""
+        for value in _flatten((*args, *(kwargs or {}).values())):
+            if isinstance(value, Placeholder):
+                value._refuse(str(func))
+        raise UseError(f"{func} was called on the weights of an offloaded model")
+
+    def _refuse(self, what: str) -> NoReturn:
+        name, owner = self.dlo_name, self.dlo_name.rpartition(".")[0]
+        raise UseError(
+            f"{name!r} was used ({what}) but {self.dlo_reason}; read it inside the block's forward, keep "
+            f"it on the device with resident=({owner!r},), or disable() first"
+        )
+
+    @property
+    def data(self) -> NoReturn:  # type: ignore[override]
+        """Raise: the values are not here."""
+        self._refuse(".data")
+
+    @data.setter
+    def data(self, value: Any) -> NoReturn:
+        self._refuse(".data = ...")
+
+    def data_ptr(self) -> NoReturn:
+        """Raise: there is no memory."""
+        self._refuse("data_ptr()")
+
+    def untyped_storage(self) -> NoReturn:
+        """Raise: there is no memory."""
+        self._refuse("untyped_storage()")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Raise: the values are not here."""
+        self._refuse("numpy()")
+
+    def tolist(self) -> NoReturn:
+        """Raise: the values are not here."""
+        self._refuse("tolist()")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Raise: a copy would have no values."""
+        self._refuse("deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise: a pickle would have no values."""
+        self._refuse("pickle")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Show what it stands for."""
+        return f"Placeholder({self.dlo_name!r}, {tuple(self.shape)}, {self.dtype}, {self.device})"
+
+
+def _flatten(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flatten(value)
+        else:
+            yield value
+
+
+class BlockBinding:
+    """The entries of one block, their placeholders, and cached tensors over each slot."""
+
+    def __init__(
+        self, block: nn.Module, owned: Sequence[Owned], layout: BlockLayout, device: torch.device
+    ) -> None:
+        """Prepare everything; the module is not touched.
+
+        Args:
+            block: The block.
+            owned: Its streamed tensors.
+            layout: Where they lie in a slot, in the order of ``owned``.
+            device: The compute device, which placeholders name.
+        """
+        self._block = block
+        self._owned = tuple(owned)
+        self._layout = layout
+        self.placeholders = tuple(
+            Placeholder(item.tensor, spec, device)
+            for item, spec in zip(self._owned, layout.tensors, strict=True)
+        )
+        self._places = [
+            (entry.table, entry.key, number)
+            for number, item in enumerate(self._owned)
+            for entry in item.entries
+        ]
+        self._entries = self._places
+        self._buffers = [n for n, item in enumerate(self._owned) if not item.is_parameter]
+        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._bound: tuple[torch.Tensor, ...] = ()
+        self._versions: list[int] = []
+        self._shape: list[tuple[dict[str, Any], int, dict[str, Any], int, dict[str, Any], Any]] = []
+        self.note_structure()
+
+    def note_structure(self) -> None:
+        """Remember which modules and how many tensors the block has now."""
+        self._shape = [
+            (
+                module._parameters,
+                len(module._parameters),
+                module._buffers,
+                len(module._buffers),
+                module._modules,
+                tuple(module._modules.values()),
+            )
+            for module in self._block.modules()
+        ]
+
+    def refresh(self) -> None:
+        """Accept the block as it is now: bind only where a placeholder hangs."""
+        self._entries = [
+            (table, key, number)
+            for table, key, number in self._places
+            if table.get(key) is self.placeholders[number]
+        ]
+        self.note_structure()
+
+    def attach(self) -> None:
+        """Put the placeholders in: dict assignments only."""
+        for table, key, number in self._entries:
+            table[key] = self.placeholders[number]
+
+    def close(self, reason: str) -> None:
+        """Let the views go and make every placeholder say ``reason``."""
+        self._views.clear()
+        for placeholder in self.placeholders:
+            placeholder.dlo_reason = reason
+
+    def bind(self, slot: Slot) -> None:
+        """Point the entries at ``slot``.
+
+        Raises:
+            UseError: The block is not the one that was offloaded any more, or gradients are asked
+                for; nothing is bound then.
+        """
+        self._check_structure()
+        for table, key, number in self._entries:
+            if table.get(key) is not self.placeholders[number]:
+                self._raise_replaced(number)
+        views = self._views.get(slot.index)
+        if views is None:
+            views = self._views[slot.index] = self._make_views(slot)
+        if torch.is_grad_enabled():
+            self._check_grad()
+        self._bound = views
+        for table, key, number in self._entries:
+            table[key] = views[number]
+        if self._buffers:
+            self._versions = [views[number]._version for number in self._buffers]
+
+    def unbind(self) -> None:
+        """Put the placeholders back.
+
+        Raises:
+            UseError: The forward replaced a tensor or wrote into one; the others are unbound.
+        """
+        views, self._bound = self._bound, ()
+        replaced = None
+        for table, key, number in self._entries:
+            if table.get(key) is views[number]:
+                table[key] = self.placeholders[number]
+            else:
+                replaced = number
+        if replaced is not None:
+            self._raise_replaced(replaced)
+        for number, version in zip(self._buffers, self._versions, strict=False):
+            if views[number]._version != version:
+                name = self._owned[number].name
+                raise UseError(
+                    f"buffer {name!r} was written during its block's forward, but it streams (above "
+                    f"1 MiB) and the write would be lost; pass resident=({name!r},)"
+                )
+
+    def _make_views(self, slot: Slot) -> tuple[torch.Tensor, ...]:
+        made: list[torch.Tensor] = []
+        # Tensors that are made in inference mode could never be used outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            for item, spec in zip(self._owned, self._layout.tensors, strict=True):
+                view = spec.view(slot.buffer)
+                if item.is_parameter:
+                    view = nn.Parameter(view, requires_grad=False)
+                made.append(view)
+        return tuple(made)
+
+    def _check_structure(self) -> None:
+        for parameters, num_parameters, buffers, num_buffers, modules, children in self._shape:
+            if (
+                len(parameters) != num_parameters
+                or len(buffers) != num_buffers
+                or tuple(modules.values()) != children
+            ):
+                self._raise_changed()
+
+    def _check_grad(self) -> None:
+        for placeholder in self.placeholders:
+            if placeholder.requires_grad:
+                raise UseError(
+                    f"offloaded weights have no gradients, but {placeholder.dlo_name!r} requires one "
+                    "and grad mode is on; use torch.inference_mode() or torch.no_grad(), or freeze "
+                    "the model with requires_grad_(False)"
+                )
+
+    def _raise_replaced(self, number: int) -> NoReturn:
+        name = self._owned[number].name
+        raise UseError(
+            f"{name!r} was replaced after offload(); put the old parameter back, call refresh(), or "
+            "disable() before changing the model"
+        )
+
+    def _raise_changed(self) -> NoReturn:
+        known = {(id(table), key) for table, key, _ in self._places}
+        prefix = self._layout.name
+        for path, module in self._block.named_modules():
+            for table in (module._parameters, module._buffers):
+                for key, tensor in table.items():
+                    fresh = (id(table), key) not in known and not self._is_noted(module, key)
+                    if tensor is not None and fresh:
+                        name = ".".join(part for part in (prefix, path, key) if part)
+                        raise UseError(
+                            f"{name!r} is new: it appeared in the block after offload(); call refresh() "
+                            "so that it is placed on the device"
+                        )
+        raise UseError(
+            f"modules of block {prefix!r} were replaced or removed after offload(); call refresh()"
+        )
+
+    def _is_noted(self, module: nn.Module, key: str) -> bool:
+        """Return whether the module was there, with as many tensors, when the block was noted."""
+        for parameters, num_parameters, buffers, num_buffers, _, _ in self._shape:
+            if parameters is module._parameters:
+                same = len(module._parameters) == num_parameters
+                return same and len(buffers) == num_buffers
+        return False

@@ -1,0 +1,102 @@
+"""The settings of an offload, frozen and JSON-able; each is honoured or refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from dlo_core.errors import ConfigError
+
+__all__ = ["HOST_TIERS", "OffloadConfig"]
+
+HOST_TIERS = ("pinned", "pageable")
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """How to offload.
+
+    Attributes:
+        use_allgather: Shard the weights over the group and rebuild each block by all-gather;
+            False: every rank keeps all of its own weights and there is no collective.
+        depth: Slots on the device, at least 2: the current block and the ones being loaded.
+        stages: Device buffers of shard size in gather mode: 2, or 0 to copy the shard into the slot's
+            own part and gather in place.
+        resident: Dotted names of modules or tensors that stay on the device.
+        host: Kind of host memory: ``"pinned"``, ``"pageable"``, or None for the best that the backend
+            has.
+        timeout_s: Seconds that one fill may take.
+        load_timeout_s: Seconds that the ranks wait for each other while loading.
+        strict: Whether a checkpoint that does not fit the model is an error. False: the model's own
+            values are used when every tensor has some, with a warning.
+    """
+
+    use_allgather: bool = True
+    depth: int = 2
+    stages: int = 2
+    resident: tuple[str, ...] = ()
+    host: str | None = None
+    timeout_s: float = 600.0
+    load_timeout_s: float = 1800.0
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every value.
+
+        Raises:
+            ConfigError: Names the setting, what was got and what is wanted.
+        """
+        for name in ("use_allgather", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False; got {getattr(self, name)!r}")
+        if not _is_int(self.depth) or self.depth < 2:  # noqa: PLR2004 - stated in the message
+            raise ConfigError(
+                f"depth must be a whole number of at least 2 (the current block and the next one); got "
+                f"{self.depth!r}"
+            )
+        if not _is_int(self.stages) or self.stages not in (0, 2):
+            raise ConfigError(f"stages must be 2, or 0 to gather in place; got {self.stages!r}")
+        if self.host is not None and self.host not in HOST_TIERS:
+            known = ", ".join(map(repr, HOST_TIERS))
+            raise ConfigError(f"host must be one of {known}, or None; got {self.host!r}")
+        for name in ("timeout_s", "load_timeout_s"):
+            _check_seconds(name, getattr(self, name))
+        if isinstance(self.resident, str):
+            raise ConfigError(
+                f"resident must be a sequence of dotted names; got the string {self.resident!r}: write "
+                f"({self.resident!r},)"
+            )
+        object.__setattr__(self, "resident", tuple(self.resident))
+        if not all(isinstance(name, str) and name for name in self.resident):
+            raise ConfigError(f"resident must hold non-empty dotted names; got {self.resident!r}")
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> OffloadConfig:
+        """Return the config of keyword ``settings``.
+
+        Raises:
+            ConfigError: A name is unknown or a value is refused.
+        """
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(settings) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"unknown setting {', '.join(map(repr, unknown))}; known: {', '.join(known)}"
+            )
+        return cls(**settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain values that JSON can hold."""
+        return asdict(self) | {"resident": list(self.resident)}
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name} must be a number of seconds; got {value!r}")
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} must be positive and finite; got {value!r}")

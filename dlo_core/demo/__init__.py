@@ -1,0 +1,1 @@
+"""The demo: a small trained diffusion transformer, streamed over a few ranks, with proof."""

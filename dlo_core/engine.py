@@ -1,0 +1,321 @@
+"""The engine: everything that runs between one ``enable`` and its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dlo_core.binding import BlockBinding
+from dlo_core.errors import RestoreError, UseError
+from dlo_core.hooks import Hooks
+from dlo_core.host import HostStore
+from dlo_core.layout import BlockLayout
+from dlo_core.loader import count_shard_nbytes, load_shards
+from dlo_core.progress import LoadProgress, reporting
+from dlo_core.remainder import Remainder
+from dlo_core.restore import give_back, give_back_meta, let_go, tensor_from
+from dlo_core.slots import Pool
+from dlo_core.refresh import new_tensors, spec_of
+from dlo_core.source import ModuleTensor, StoredTensor
+from dlo_core.streamer import Streamer
+from dlo_core.tape import Tape, agreed_order
+from dlo_core.transfer import (
+    BlockTimes,
+    InPlaceTransfer,
+    LocalTransfer,
+    RawUnpack,
+    StagedTransfer,
+    Transfer,
+    TravellingBlock,
+    expected_trailers,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dlo_core.agreement import Agreement
+    from dlo_core.config import OffloadConfig
+    from dlo_core.interface import Backend, Collective
+    from dlo_core.plan import Footprint, ModelPlan
+    from dlo_core.slots import Slot
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Host store, slots, streams and streamers of one offload."""
+
+    def __init__(
+        self,
+        plans: Sequence[ModelPlan],
+        config: OffloadConfig,
+        *,
+        backend: Backend,
+        collective: Collective,
+        footprint: Footprint,
+        digest: bytes,
+        progress: bool | Callable[[LoadProgress], None],
+    ) -> None:
+        """Allocate all memory and read all bytes; no model is touched.
+
+        Raises:
+            HostMemoryError: The host store cannot be had.
+            CheckpointError: The bytes cannot be read.
+        """
+        self.plans = tuple(plans)
+        self.collective = collective
+        self._backend = backend
+        self.shards = [shard for plan in plans for shard in plan.shards]
+        self.layouts = [layout for plan in plans for layout in plan.layouts]
+        self.store = HostStore(backend.allocator, [shard.nbytes for shard in self.shards])
+        total = count_shard_nbytes(plans, collective.rank)
+        with reporting(progress, total) as report:
+            load_shards(plans, self.store, rank=collective.rank, digest=digest, report=report)
+        self.pool = self._make_pool(config)
+        self.remainders = [
+            [Remainder(backend, plan.inventory.remainder, plan.remainder, plan.sources)]
+            for plan in plans
+        ]
+        self.blocks = self._make_blocks(digest)
+        self.transfer = self._make_transfer(config)
+        self.streamers: list[Streamer] = []
+        self._hooks: list[Hooks] = []
+
+    def _make_pool(self, config: OffloadConfig) -> Pool:
+        gathers = self.collective.size > 1
+        return Pool.allocate(
+            self._backend,
+            num_slots=min(config.depth, max(len(plan.layouts) for plan in self.plans)),
+            slot_nbytes=max(shard.padded_nbytes for shard in self.shards),
+            num_stages=config.stages if gathers else 0,
+            stage_nbytes=max(shard.nbytes for shard in self.shards),
+        )
+
+    def _make_blocks(self, digest: bytes) -> list[TravellingBlock]:
+        made = []
+        for number, shard in enumerate(self.shards):
+            expected = None
+            if shard.size > 1:
+                rows = expected_trailers(digest, number, shard.size)
+                expected = self._backend.empty(rows.nbytes).view(rows.shape)
+                self._backend.copy(expected, rows)
+            host = self.store.shard(number)
+            made.append(TravellingBlock(shard, host, expected, BlockTimes.new(self._backend)))
+        self._backend.current_stream().synchronize()
+        return made
+
+    def _make_transfer(self, config: OffloadConfig) -> Transfer:
+        if self.collective.size == 1:
+            return LocalTransfer(self._backend, self.pool, self.blocks)
+        kind = StagedTransfer if config.stages else InPlaceTransfer
+        return kind(
+            self._backend,
+            self.pool,
+            self.blocks,
+            collective=self.collective,
+            unpack=RawUnpack(self._backend),
+        )
+
+    def prepare(self, agreement: Agreement) -> None:
+        """Make streamers, placeholders and wrappers; still no model is touched."""
+        first = 0
+        for plan in self.plans:
+            count = len(plan.layouts)
+            name = type(plan.model).__name__
+            tape = Tape(
+                range(first, first + count),
+                self.pool,
+                self.transfer,
+                agree=_agree_over(agreement) if self.transfer.gathers else _agree_alone,
+                name=name,
+            )
+            bindings = [
+                BlockBinding(block.module, owned, layout, self._backend.device)
+                for block, owned, layout in zip(
+                    plan.blocks, plan.inventory.streamed, plan.layouts, strict=True
+                )
+            ]
+            streamer = Streamer(
+                names=[block.name for block in plan.blocks],
+                bindings=bindings,
+                first_block=first,
+                tape=tape,
+                transfer=self.transfer,
+                pool=self.pool,
+                pass_start=self._backend.new_event(timing=True),
+                rank=agreement.rank,
+            )
+            self.streamers.append(streamer)
+            modules = [block.module for block in plan.blocks]
+            self._hooks.append(Hooks(plan.model, modules, streamer))
+            first += count
+
+    def commit(self, owner: object) -> None:
+        """Put placeholders, device tensors and wrappers into the models; then the first fills."""
+        with torch.inference_mode(False), torch.no_grad():
+            for plan, streamer in zip(self.plans, self.streamers, strict=True):
+                for binding in streamer.bindings:
+                    binding.attach()
+                for owned in plan.inventory.streamed:
+                    for item in owned:
+                        let_go(item)
+        for (remainder,) in self.remainders:
+            remainder.attach()
+        for hooks in self._hooks:
+            hooks.attach(owner)
+        self.streamers[0].tape.prefetch()
+
+    @property
+    def remainder_nbytes(self) -> int:
+        """Bytes of all resident tensors."""
+        return sum(part.nbytes for parts in self.remainders for part in parts)
+
+    def refresh(self) -> None:
+        """Accept what changed in the models and place new tensors on the device."""
+        for plan, streamer, parts in zip(self.plans, self.streamers, self.remainders, strict=True):
+            streamer.enter()
+            try:
+                if self.pool.busy:
+                    raise UseError("refresh() was called while a block computes; call it between passes")
+                known = {place for part in parts for place in part.places()}
+                fresh = new_tensors(plan.model, known, self._backend.device)
+                layout = BlockLayout.pack(
+                    "", map(spec_of, fresh), self._backend.capabilities.alignment
+                )
+                sources = {item.name: ModuleTensor(item.tensor) for item in fresh}
+                added = Remainder(self._backend, fresh, layout, sources)
+                added.attach()
+                parts.append(added)
+                for binding in streamer.bindings:
+                    binding.refresh()
+            finally:
+                streamer.leave()
+
+    def restore(self, to: str) -> None:
+        """Give every tensor back on the host, or on meta, and take the wrappers off.
+
+        Raises:
+            RestoreError: The values cannot be had; the models stay as they are.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            values = {} if to == "meta" else self._fetch()
+            for index, (plan, streamer) in enumerate(zip(self.plans, self.streamers, strict=True)):
+                self._restore_blocks(plan, streamer, values, to)
+                for remainder in self.remainders[index]:
+                    remainder.detach(to)
+                self._hooks[index].detach()
+
+    def _restore_blocks(
+        self, plan: ModelPlan, streamer: Streamer, values: dict[int, list[torch.Tensor]], to: str
+    ) -> None:
+        parts = zip(plan.inventory.streamed, plan.layouts, streamer.bindings, strict=True)
+        for number, (owned, layout, binding) in enumerate(parts, start=streamer.first_block):
+            rows = zip(owned, layout.tensors, binding.placeholders, strict=True)
+            for index, (item, spec, placeholder) in enumerate(rows):
+                if to == "meta":
+                    give_back_meta(item, spec, ours=_is(placeholder))
+                else:
+                    host, grad = values[number][index], placeholder.requires_grad
+                    give_back(item, host, ours=_is(placeholder), requires_grad=grad)
+
+    def _fetch(self) -> dict[int, list[torch.Tensor]]:
+        """Return the values of every block's tensors in host memory of their own."""
+        if not self.transfer.gathers:
+            self._settle()
+            return {
+                number: _tensors(layout, self.store.shard(number))
+                for number, layout in enumerate(self.layouts)
+            }
+        if all(plan.checkpoint is not None for plan in self.plans):
+            return self._fetch_stored()
+        return self._fetch_gathered()
+
+    def _settle(self) -> None:
+        """Wait for copies under way; a failed stream has nothing under way."""
+        if self.pool.failure is None:
+            self.transfer.settle()
+
+    def _fetch_stored(self) -> dict[int, list[torch.Tensor]]:
+        values: dict[int, list[torch.Tensor]] = {}
+        for plan in self.plans:
+            for layout in plan.layouts:
+                run = torch.empty(layout.nbytes, dtype=torch.uint8)
+                for spec in layout.tensors:
+                    source = plan.sources[spec.name]
+                    assert isinstance(source, StoredTensor)
+                    source.read(spec, 0, spec.nbytes, run[spec.offset : spec.offset + spec.nbytes])
+                values[len(values)] = _tensors(layout, run)
+        return values
+
+    def _fetch_gathered(self) -> dict[int, list[torch.Tensor]]:
+        """Walk one whole turn of each tape; no weight collective happens outside of it."""
+        values: dict[int, list[torch.Tensor]] = {}
+
+        def visit(number: int, slot: Slot) -> None:
+            if number in values:
+                return
+            self.transfer.acquire(slot, number)
+            if slot.check.failed():
+                raise RestoreError(
+                    f"block {self.layouts[number].name!r} arrived with another block's bytes"
+                )
+            run = torch.empty(self.layouts[number].nbytes, dtype=torch.uint8)
+            self._backend.copy(run, slot.buffer[: run.nbytes])
+            self._backend.current_stream().synchronize()
+            self.transfer.release(slot, number)
+            values[number] = _tensors(self.layouts[number], run)
+
+        for streamer in self.streamers:
+            streamer.check_usable()
+            streamer.tape.walk(visit)
+        return values
+
+    def release(self, reason: str) -> None:
+        """Let all memory, streams and groups go without a collective; idempotent."""
+        for streamer in self.streamers:
+            streamer.close(reason)
+        for remainder in (part for parts in self.remainders for part in parts):
+            remainder.release(reason)
+        for plan in self.plans:
+            if plan.checkpoint is not None:
+                plan.checkpoint.close()
+        self.transfer.close()
+        self.pool.release()
+        self.collective.close()
+        self.store.release()
+        self.blocks = []
+
+    def discard(self) -> None:
+        """Let everything go before ``commit``; the models were not touched."""
+        for streamer in self.streamers:
+            streamer.close("loading failed")
+        self.transfer.close()
+        self.pool.release()
+        self.store.release()
+
+    def detach(self) -> None:
+        """Take the wrappers off and put tensors without values in; after ``release``."""
+        self.restore("meta")
+
+
+def _is(mine: object) -> Callable[[object], bool]:
+    return lambda present: present is mine
+
+
+def _tensors(layout: BlockLayout, run: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor_from(spec, run) for spec in layout.tensors]
+
+
+def _agree_alone(calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] | None, int]:
+    return agreed_order([calls]), issued
+
+
+def _agree_over(
+    agreement: Agreement,
+) -> Callable[[tuple[int, ...], int], tuple[tuple[int, ...] | None, int]]:
+    def agree(calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] | None, int]:
+        answers = agreement.exchange((calls, issued), "the ring order after the first pass")
+        return agreed_order([calls for calls, _ in answers]), max(last for _, last in answers)
+
+    return agree

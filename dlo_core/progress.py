@@ -1,0 +1,84 @@
+"""Progress of loading: what the caller is told, as a bar or through a callback."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["LoadProgress", "Report", "reporting"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far loading is on this rank.
+
+    Attributes:
+        done_nbytes: Bytes read so far.
+        total_nbytes: Bytes to read.
+        seconds: Time since the start.
+    """
+
+    done_nbytes: int
+    total_nbytes: int
+    seconds: float
+
+    @property
+    def rate_gb_s(self) -> float:
+        """Gigabytes a second so far."""
+        return self.done_nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+
+class Report:
+    """Counts bytes and tells the listener."""
+
+    def __init__(self, total_nbytes: int, listener: Callable[[LoadProgress], None] | None) -> None:
+        """Start at zero."""
+        self._total = total_nbytes
+        self._listener = listener
+        self._done = 0
+        self._start_s = time.perf_counter()
+
+    def add(self, nbytes: int) -> None:
+        """Count ``nbytes``; an exception of the listener goes through and cancels the load."""
+        self._done += nbytes
+        if self._listener is not None:
+            seconds = time.perf_counter() - self._start_s
+            self._listener(LoadProgress(self._done, self._total, seconds))
+
+
+@contextmanager
+def reporting(
+    progress: bool | Callable[[LoadProgress], None], total_nbytes: int
+) -> Iterator[Report]:
+    """Yield a report: to the caller's callback, to a bar on a terminal, or to nobody."""
+    if callable(progress):
+        yield Report(total_nbytes, progress)
+    elif progress and sys.stderr.isatty():
+        from rich.console import Console  # noqa: PLC0415 - only needed for a bar
+        from rich.progress import (  # noqa: PLC0415
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("loading weights", total=total_nbytes)
+            yield Report(total_nbytes, lambda now: bar.update(task, completed=now.done_nbytes))
+    else:
+        yield Report(total_nbytes, None)

@@ -1,0 +1,74 @@
+"""Statistics: what an offload holds, moved and waited for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+__all__ = ["BlockState", "BlockStats", "Stats"]
+
+
+class BlockState(str, Enum):
+    """Where a block's whole weights are."""
+
+    WAITING = "waiting"
+    """On the host only."""
+    FILLED = "filled"
+    """In a slot, or on the way into it."""
+    BOUND = "bound"
+    """In a slot that the block computes with now."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStats:
+    """One block.
+
+    Attributes:
+        name: Dotted name.
+        state: Where its weights are.
+        nbytes: Bytes of the whole block.
+        exposed_ms: Milliseconds that the compute stream waited for it in the last pass.
+    """
+
+    name: str
+    state: BlockState
+    nbytes: int
+    exposed_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """One offload on this rank.
+
+    Attributes:
+        device_bytes: Weight bytes on the device: slots, stages and the resident remainder.
+        host_bytes: Bytes of this rank's shards on the host.
+        pinned_bytes: Bytes of these that the system locked.
+        passes: Passes ended so far.
+        fills: Fills made so far.
+        skipped_fills: Fills that were not needed because the slot held the block already.
+        copied_bytes: Bytes copied from host to device so far.
+        gathered_bytes: Bytes that gathers wrote so far.
+        exposed_ms: Milliseconds that the compute stream waited for ``filled`` in the last pass.
+        transfer_ms: Milliseconds that the copies and gathers of these blocks took.
+        overlap: 1 - exposed / transfer, not below 0; None before the first pass.
+        blocks: One a block, in registration order.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+    passes: int
+    fills: int
+    skipped_fills: int
+    copied_bytes: int
+    gathered_bytes: int
+    exposed_ms: float
+    transfer_ms: float
+    overlap: float | None
+    blocks: tuple[BlockStats, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that JSON can hold."""
+        return asdict(self)

@@ -1,0 +1,252 @@
+"""The streamer: when a model's blocks are filled, bound and given back around the user's forward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from dlo_core.errors import DloError, FillError, FillTimeout, UseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from dlo_core.binding import BlockBinding
+    from dlo_core.interface import Event
+    from dlo_core.slots import Pool, Slot
+    from dlo_core.tape import Tape
+    from dlo_core.transfer import Transfer
+
+__all__ = ["Streamer"]
+
+
+class Streamer:
+    """Wraps the calls of one model and of its blocks."""
+
+    def __init__(
+        self,
+        *,
+        names: Sequence[str],
+        bindings: Sequence[BlockBinding],
+        first_block: int,
+        tape: Tape,
+        transfer: Transfer,
+        pool: Pool,
+        pass_start: Event,
+        rank: int,
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            names: Dotted names of the blocks.
+            bindings: One a block.
+            first_block: Number of the model's first block among those of the transfer.
+            tape: The model's cursor; its block numbers are the transfer's.
+            transfer: Queues fills.
+            pool: The slots.
+            pass_start: A timing event.
+            rank: In the shard group, for errors.
+        """
+        self.names = tuple(names)
+        self.bindings = tuple(bindings)
+        self.first_block = first_block
+        self.tape = tape
+        self.pass_start = pass_start
+        self.last_waited: tuple[int, ...] = ()
+        self._transfer = transfer
+        self._pool = pool
+        self._rank = rank
+        self._waited: list[int] = []
+        self._depth = [0] * len(self.names)
+        self._closed: str | None = None
+
+    def call_root(
+        self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run the model's own call as one pass."""
+        self._enter()
+        try:
+            self._check_grad(args, kwargs)
+            self.begin_pass()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.end_pass()
+        finally:
+            self._pool.lock.release()
+
+    def call(
+        self,
+        block: int,
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run one block's own call with its weights bound."""
+        self._enter()
+        try:
+            slot = self._before(block, args, kwargs)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._after(block, slot)
+        finally:
+            self._pool.lock.release()
+
+    def begin_pass(self) -> None:
+        """Open a pass; the caller holds the pool's lock."""
+        self._guard(self.tape.begin_pass)
+        self._waited = []
+        self._transfer.mark(self.pass_start)
+
+    def end_pass(self) -> None:
+        """Close the pass, unless the offload failed: then there is nothing to wait for."""
+        self.last_waited = tuple(dict.fromkeys(self._waited))
+        if self._pool.failure is None and self._closed is None:
+            self._guard(self.tape.end_pass)
+
+    def run_pass(self) -> _Pass:
+        """Return a context that is one pass, for engines that do not call the root."""
+        return _Pass(self)
+
+    def close(self, reason: str) -> None:
+        """Refuse every later call with ``reason``."""
+        self._closed = self._closed or reason
+        for binding in self.bindings:
+            binding.close(reason)
+
+    def check_usable(self) -> None:
+        """Raise when the offload has failed or was shut down.
+
+        Raises:
+            UseError: It has.
+        """
+        if self._closed is not None:
+            raise UseError(f"the model cannot be used: {self._closed}")
+        if self._pool.failure is not None:
+            raise UseError(
+                f"the offload failed earlier and is closed ({self._pool.failure}); call shutdown() and "
+                "offload again"
+            ) from self._pool.failure
+
+    def enter(self) -> None:
+        """Take the pool for this thread.
+
+        Raises:
+            UseError: Another thread is inside, or the offload is closed.
+        """
+        self._enter()
+
+    def leave(self) -> None:
+        """Give the pool back."""
+        self._pool.lock.release()
+
+    def _enter(self) -> None:
+        if not self._pool.lock.acquire(blocking=False):
+            raise UseError(
+                "busy: another thread is inside the model (or one that shares its slots); an offloaded "
+                "model runs one forward at a time: use a lock or one offload a thread"
+            )
+        try:
+            self.check_usable()
+        except BaseException:
+            self._pool.lock.release()
+            raise
+
+    def _before(self, block: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Slot:
+        self._check_grad(args, kwargs)
+        number = self.first_block + block
+        slot: Slot = self._guard(self.tape.before, number, block=block)
+        try:
+            self._guard(self._transfer.acquire, slot, number, block=block, fill=slot.fill)
+            if slot.check.failed():
+                mixed = "it holds another block's bytes: the ranks' gathers were mixed up"
+                self._fail(mixed, block, slot.fill)
+            # A block that calls itself is bound already.
+            if not self._depth[block]:
+                self.bindings[block].bind(slot)
+        except BaseException:
+            self.tape.after(slot)
+            raise
+        self._depth[block] += 1
+        self._waited.append(number)
+        return slot
+
+    def _after(self, block: int, slot: Slot) -> None:
+        self._depth[block] -= 1
+        try:
+            if not self._depth[block]:
+                self.bindings[block].unbind()
+        finally:
+            self.tape.after(slot)
+            self._transfer.release(slot, self.first_block + block)
+
+    def _guard(self, do: Callable[..., Any], *args: Any, block: int = -1, fill: int = -1) -> Any:
+        """Call ``do``; what goes wrong with a transfer closes the offload."""
+        try:
+            return do(*args)
+        except (UseError, KeyboardInterrupt):
+            raise
+        except DloError as error:
+            self._pool.failure = error
+            raise
+        except Exception as error:
+            self._fail(str(error) or type(error).__name__, block, fill, error)
+
+    def _fail(
+        self, text: str, block: int, fill: int, cause: Exception | None = None
+    ) -> NoReturn:
+        name = self.names[block] if block >= 0 else self.names[0]
+        fill = fill if fill >= 0 else self.tape.issued
+        lower = text.lower()
+        late = isinstance(cause, TimeoutError) or "timed out" in lower or "timeout" in lower
+        failure = (FillTimeout if late else FillError)(
+            f"rank {self._rank}: block {name!r} could not be loaded (fill {fill}): {text}; the offload "
+            "is closed on this rank: call shutdown() and offload again",
+            rank=self._rank,
+            block=name,
+            fill=fill,
+        )
+        self._pool.failure = failure
+        raise failure from cause
+
+    def _check_grad(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for tensor in _tensors_in((*args, *kwargs.values())):
+            if tensor.requires_grad:
+                raise UseError(
+                    "offloaded weights have no gradients, but an argument requires one and grad mode is "
+                    "on; call the model under torch.inference_mode() or torch.no_grad()"
+                )
+
+
+class _Pass:
+    """One pass as a context; an empty one is an idle pass."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+
+    def __enter__(self) -> None:
+        self._streamer.enter()
+        try:
+            self._streamer.begin_pass()
+        except BaseException:
+            self._streamer.leave()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            self._streamer.end_pass()
+        finally:
+            self._streamer.leave()
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+        elif isinstance(value, dict):
+            yield from _tensors_in(value.values())

@@ -1,0 +1,269 @@
+"""The tape: which fill comes next, whatever a forward skips, repeats, reorders or cuts short.
+
+[Note: the tape]
+A model's blocks in ring order, for ever: fill number ``k`` loads block ``order[k % n]`` into slot
+``k % D``. A forward moves a cursor, ``pos``, along the tape. Where ranks gather, every rank makes
+*every* fill in order, whatever its own forward does, so no rank can put the collectives out of
+order; where nothing is gathered, skipped fills are not made. The end of a pass makes the fills
+that this rank's forward did not ask for, so a skipped tail or an exception strands nobody.
+
+Always ``base <= pos <= issued``: the pass began at ``base``, the cursor is at ``pos``, the fills below
+``issued`` are queued. The rules survived random programs with skips, repeats, reorders, exceptions and
+two models on one to three ranks (``tests/test_tape_random.py``); change them only with that test.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from dlo_core.errors import UseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dlo_core.slots import Pool, Slot
+
+__all__ = ["Agree", "Filler", "Tape", "agreed_order"]
+
+
+class Filler(Protocol):
+    """What the tape asks of a transfer."""
+
+    gathers: bool
+
+    def fill(self, slot: Slot, block: int, fill: int) -> None:
+        """Queue the fill."""
+
+    def copy_ahead(self, block: int, fill: int) -> None:
+        """Queue the copy of the fill after the last one queued."""
+
+    def forget_staged(self) -> None:
+        """Forget copies that wait for their gather."""
+
+
+class Agree(Protocol):
+    """The exchange at the end of the first pass."""
+
+    def __call__(self, calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] | None, int]:
+        """Return the order that all ranks take (None: no change) and the largest ``issued``."""
+
+
+def agreed_order(runs: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the first rank's run list of which all the others are subsequences.
+
+    Args:
+        runs: Each rank's list of blocks as they ran; empty where it did not see every block.
+    """
+    for candidate in runs:
+        if candidate and all(_is_subsequence(other, candidate) for other in runs):
+            return candidate
+    return None
+
+
+def _is_subsequence(part: Sequence[int], whole: Sequence[int]) -> bool:
+    rest = iter(whole)
+    return all(item in rest for item in part)
+
+
+class Tape:
+    """The cursor of one model over its endless tape of fills."""
+
+    def __init__(
+        self, order: Sequence[int], pool: Pool, filler: Filler, *, agree: Agree, name: str = ""
+    ) -> None:
+        """Start before fill 0 with nothing held.
+
+        Args:
+            order: Block numbers in ring order; a block that runs twice stands twice.
+            pool: Slots, shared with other tapes.
+            filler: Queues the fills.
+            agree: Exchanges the run lists when the first pass ends.
+            name: Of the model, for ``repr``.
+        """
+        self._pool = pool
+        self._filler = filler
+        self._agree = agree
+        self._name = name
+        self._calls: list[int] | None = []
+        self._all_blocks = frozenset(order)
+        self.open = False
+        self.num_passes = 0
+        self.num_fills = 0
+        self.num_skipped = 0
+        self._set_order(order)
+
+    def _set_order(self, order: Sequence[int]) -> None:
+        self.order = tuple(order)
+        self.n = len(self.order)
+        self.depth = min(len(self._pool.slots), self.n)
+        self.base = self.pos = self.issued = 0
+        self._places: dict[int, list[int]] = {}
+        for place, block in enumerate(self.order):
+            self._places.setdefault(block, []).append(place)
+
+    def slot(self, fill: int) -> Slot:
+        """Return the slot of a fill."""
+        return self._pool.slots[fill % self.depth]
+
+    def block(self, fill: int) -> int:
+        """Return the block that a fill loads."""
+        return self.order[fill % self.n]
+
+    def holds(self, fill: int) -> bool:
+        """Return whether the fill's slot still holds it."""
+        slot = self.slot(fill)
+        return slot.tape is self and slot.fill == fill
+
+    def begin_pass(self) -> None:
+        """Open a pass; end an open one first, and take the slots over from another model.
+
+        Raises:
+            UseError: A block is being computed.
+        """
+        if self._pool.busy:
+            raise UseError(
+                "busy: the model was called while one of its blocks computes (from inside a block, or "
+                "while a model with the same slots is inside one); call it outside of its blocks, or "
+                "offload the two models separately"
+            )
+        if self.open:
+            self.end_pass()
+        if self._pool.owner is not self:
+            self._take_over()
+        self.open = True
+
+    def _take_over(self) -> None:
+        owner = self._pool.owner
+        if owner is not None:
+            if owner.open:
+                owner.end_pass()
+            owner.issued = owner.base
+        for slot in self._pool.slots:
+            slot.tape = None
+        self._filler.forget_staged()
+        self._pool.owner = self
+
+    def before(self, block: int) -> Slot:
+        """Return the slot that holds ``block``, its fill queued and later ones ahead of it.
+
+        The caller waits for ``filled``, binds, and gives the slot to ``after``.
+        """
+        if not self.open:
+            self.begin_pass()
+        if self._calls is not None and (not self._calls or self._calls[-1] != block):
+            self._calls.append(block)
+        fill = self._find(block)
+        if fill >= self.pos:
+            self.pos = fill + 1
+            if not self._filler.gathers:
+                self.issued = max(self.issued, fill)
+            self._issue_to(fill + self.depth)
+        if not self.holds(fill):
+            raise UseError(
+                f"blocks are called inside each other {self.depth + 1} deep, but there are "
+                f"{self.depth} slots; raise depth"
+            )
+        slot = self.slot(fill)
+        slot.bound += 1
+        return slot
+
+    def after(self, slot: Slot) -> None:
+        """Give a slot back that ``before`` returned."""
+        slot.bound -= 1
+
+    def _find(self, block: int) -> int:
+        """Return the fill that serves a call of ``block``: prefetched, called again, or missed."""
+        for fill in range(self.pos, self.issued):
+            if self.block(fill) == block and self.holds(fill):
+                return fill
+        past = [
+            slot.fill
+            for slot in self._pool.slots
+            if slot.tape is self and slot.fill < self.pos and self.block(slot.fill) == block
+        ]
+        if past:
+            return max(past)
+        turn, place = divmod(self.pos, self.n)
+        places = self._places[block]
+        later = next((p for p in places if p >= place), None)
+        return turn * self.n + later if later is not None else (turn + 1) * self.n + places[0]
+
+    def end_pass(self) -> None:
+        """Close the pass: make the fills that the forward did not ask for, and prefetch."""
+        self.open = False
+        self.num_passes += 1
+        self.base += self.n * max(1, -(-(self.pos - self.base) // self.n))
+        if self._filler.gathers:
+            self._issue_to(self.base)
+        else:
+            self.issued = max(self.issued, self.base)
+        self.pos = self.base
+        if self._calls is not None:
+            self._learn(self._calls)
+        self._issue_to(self.base + self.depth - 1)
+
+    def _learn(self, calls: list[int]) -> None:
+        """Take the order of the first pass, if the ranks agree on one."""
+        self._calls = None
+        seen_all = self._all_blocks.issubset(calls)
+        order, last = self._agree(tuple(calls) if seen_all else (), self.issued)
+        if order is not None and order != self.order:
+            if self._filler.gathers:
+                self._issue_to(last)
+            self.restart(order)
+
+    def restart(self, order: Sequence[int]) -> None:
+        """Begin a new tape at fill 0: a pass boundary, and all ranks alike."""
+        self._set_order(order)
+        for slot in self._pool.slots:
+            if slot.tape is self:
+                slot.tape = None
+        self._filler.forget_staged()
+
+    def prefetch(self) -> None:
+        """Take the slots and queue the first fills; at enable, all ranks alike."""
+        if self._pool.owner is not self:
+            self._take_over()
+        self._issue_to(self.base + self.depth - 1)
+
+    def walk(self, visit: Callable[[int, Slot], None]) -> None:
+        """Give every fill of one whole turn to ``visit(block, slot)``; all ranks alike."""
+        self.begin_pass()
+        try:
+            for fill in range(self.base, self.base + self.n):
+                slot = self.before(self.block(fill))
+                try:
+                    visit(self.block(fill), slot)
+                finally:
+                    self.after(slot)
+        finally:
+            self._calls = None
+            self.end_pass()
+
+    def _issue_to(self, end: int) -> None:
+        while self.issued < end and not self.slot(self.issued).bound:
+            fill = self.issued
+            self.issued += 1
+            slot, block = self.slot(fill), self.block(fill)
+            if self._keeps(slot, block):
+                slot.fill = fill
+                self.num_skipped += 1
+                continue
+            slot.tape, slot.fill = self, fill
+            self.num_fills += 1
+            self._filler.fill(slot, block, fill)
+            if self.n > self.depth:
+                self._filler.copy_ahead(self.block(fill + 1), fill + 1)
+
+    def _keeps(self, slot: Slot, block: int) -> bool:
+        """Return whether the slot holds the block already, on every rank alike."""
+        held = slot.tape is self and self.block(slot.fill) == block
+        return held and (not self._filler.gathers or self.n <= self.depth)
+
+    def __repr__(self) -> str:
+        """Show the cursor."""
+        state = "open" if self.open else "closed"
+        return (
+            f"Tape({self._name!r}, n={self.n}, base={self.base}, pos={self.pos}, "
+            f"issued={self.issued}, {state})"
+        )

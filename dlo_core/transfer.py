@@ -1,0 +1,312 @@
+"""Transfers: how a block's bytes get into its slot, and the events that order it.
+
+[Note: two events]
+Every buffer that streams write in turn, slot and stage alike, has two events: *filled* (the bytes are
+there) and *drained* (nobody reads them any more). They order everything:
+
+- copy k      waits stage.drained,               records stage.filled
+- gather k    waits stage.filled, slot.drained,  records stage.drained, slot.filled
+- compute k   waits slot.filled,                 records slot.drained
+
+Where nothing is gathered the copy takes the gather's place; where the gather is in place the slot
+itself is the stage, and *copied* stands for stage.filled. ``wait_event`` and ``record_event`` are
+called in this file and nowhere else.
+
+A fill is up to three steps: copy, gather, unpack. Each is an object, so that what travels and
+what computes can differ.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from dlo_core.shard import TRAILER_NBYTES, ShardPlan, trailer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlo_core.interface import Backend, Collective, Event, Stream
+    from dlo_core.slots import Pool, Slot, Stage
+
+__all__ = [
+    "BlockTimes",
+    "InPlaceTransfer",
+    "LocalTransfer",
+    "RawUnpack",
+    "StagedTransfer",
+    "Transfer",
+    "TravellingBlock",
+    "Unpack",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTimes:
+    """The timing events of one block: its last fill and its last call."""
+
+    copy_start: Event
+    copy_end: Event
+    gather_start: Event
+    gather_end: Event
+    wait_start: Event
+    wait_end: Event
+    compute_end: Event
+
+    @classmethod
+    def new(cls, backend: Backend) -> BlockTimes:
+        """Make the events, unrecorded."""
+        return cls(*(backend.new_event(timing=True) for _ in range(7)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TravellingBlock:
+    """What a transfer knows of one block.
+
+    Attributes:
+        plan: How it is cut.
+        shard: This rank's bytes on the host.
+        expected: Trailers of all ranks, ``size`` rows, on the device; None where nothing is
+            gathered.
+        times: Its timing events.
+    """
+
+    plan: ShardPlan
+    shard: torch.Tensor
+    expected: torch.Tensor | None
+    times: BlockTimes
+
+
+class Unpack(Protocol):
+    """The step from what travels to what computes."""
+
+    def __call__(self, slot: Slot, block: TravellingBlock) -> None:
+        """Queue the unpacking of what ``slot`` received on the current stream."""
+
+
+class RawUnpack:
+    """The unpack step of a raw gathered block: compare the trailers, put the spill back.
+
+    See [Note: trailer and spill] in ``shard.py``.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        """Copy and compare on ``backend``."""
+        self._backend = backend
+
+    def __call__(self, slot: Slot, block: TravellingBlock) -> None:
+        """Queue the comparison and the copy of the spill."""
+        plan = block.plan
+        if block.expected is None:
+            return
+        rows = slot.buffer[: plan.padded_nbytes].view(plan.size, plan.nbytes)
+        ends = rows[:, plan.nbytes - TRAILER_NBYTES :]
+        slot.check.compare(ends, block.expected)
+        spill = slot.buffer[plan.spill_start : plan.padded_nbytes - TRAILER_NBYTES]
+        self._backend.copy(ends[:-1], spill.view(plan.size - 1, TRAILER_NBYTES))
+
+
+class Transfer(ABC):
+    """Queues the steps of a fill on the copy and comm streams, ordered by two events a buffer."""
+
+    gathers = False
+    staged = False
+
+    def __init__(self, backend: Backend, pool: Pool, blocks: Sequence[TravellingBlock]) -> None:
+        """Make the side streams.
+
+        Args:
+            backend: Whose streams and copies are used.
+            pool: The slots and stages.
+            blocks: What travels, by block number; of all models of the pool.
+        """
+        self._backend = backend
+        self._pool = pool
+        self._blocks = blocks
+        self._copy_stream = backend.new_stream()
+        self.copied_nbytes = 0
+        self.gathered_nbytes = 0
+
+    def copy_ahead(self, block: int, fill: int) -> None:
+        """Queue the copy of a later fill into its stage, where there are stages."""
+
+    @abstractmethod
+    def fill(self, slot: Slot, block: int, fill: int) -> None:
+        """Queue all steps of fill number ``fill``, which loads ``block`` into ``slot``."""
+
+    def forget_staged(self) -> None:
+        """Forget copies that wait in a stage for their gather."""
+
+    def acquire(self, slot: Slot, block: int) -> None:
+        """Let the current stream wait until ``slot`` is filled."""
+        # See [Note: two events].
+        stream, times = self._backend.current_stream(), self._blocks[block].times
+        stream.record_event(times.wait_start)
+        stream.wait_event(slot.filled)
+        stream.record_event(times.wait_end)
+
+    def release(self, slot: Slot, block: int) -> None:
+        """Say that the current stream's work so far is the last that reads ``slot``."""
+        # See [Note: two events].
+        stream = self._backend.current_stream()
+        stream.record_event(slot.drained)
+        stream.record_event(self._blocks[block].times.compute_end)
+
+    def mark(self, event: Event) -> None:
+        """Record a timing ``event`` on the current stream."""
+        self._backend.current_stream().record_event(event)
+
+    def close(self) -> None:
+        """Forget what travels; copies under way are waited for, gathers are not."""
+        if self._blocks and self._pool.failure is None:
+            self._copy_stream.synchronize()
+        self._blocks = ()
+
+    def settle(self) -> None:
+        """Block the host until every queued transfer is done."""
+        for stream in self._streams():
+            stream.synchronize()
+
+    def _streams(self) -> tuple[Stream, ...]:
+        return (self._copy_stream,)
+
+    def _copy(self, block: int, dst: torch.Tensor) -> None:
+        """Queue the copy of the block's shard to ``dst``, with its timing events."""
+        travelling = self._blocks[block]
+        self._copy_stream.record_event(travelling.times.copy_start)
+        self._backend.copy(dst[: travelling.shard.nbytes], travelling.shard)
+        self._copy_stream.record_event(travelling.times.copy_end)
+        self.copied_nbytes += travelling.shard.nbytes
+
+
+class LocalTransfer(Transfer):
+    """Nothing is gathered: the copy goes straight into the slot."""
+
+    def fill(self, slot: Slot, block: int, fill: int) -> None:
+        """Queue the copy."""
+        # See [Note: two events].
+        with self._backend.stream(self._copy_stream):
+            self._copy_stream.wait_event(slot.drained)
+            self._copy(block, slot.buffer)
+            self._copy_stream.record_event(slot.filled)
+
+
+class GatheringTransfer(Transfer):
+    """What the two transfers with a gather share."""
+
+    gathers = True
+
+    def __init__(
+        self,
+        backend: Backend,
+        pool: Pool,
+        blocks: Sequence[TravellingBlock],
+        *,
+        collective: Collective,
+        unpack: Unpack,
+    ) -> None:
+        """Make the side streams.
+
+        Args:
+            backend: Whose streams and copies are used.
+            pool: The slots and stages.
+            blocks: What travels, by block number.
+            collective: Gathers the shards.
+            unpack: Makes of the gathered bytes what computes.
+        """
+        super().__init__(backend, pool, blocks)
+        self._comm_stream = backend.new_stream()
+        self._collective = collective
+        self._unpack = unpack
+
+    def _streams(self) -> tuple[Stream, ...]:
+        return (self._copy_stream, self._comm_stream)
+
+    def _gather(self, slot: Slot, block: int, shard: torch.Tensor) -> None:
+        """Queue the gather into ``slot``, with its timing events."""
+        travelling = self._blocks[block]
+        out = slot.buffer[: travelling.plan.padded_nbytes]
+        self._comm_stream.record_event(travelling.times.gather_start)
+        self._collective.all_gather(out, shard)
+        self.gathered_nbytes += out.nbytes
+
+    def _finish(self, slot: Slot, block: int) -> None:
+        travelling = self._blocks[block]
+        self._unpack(slot, travelling)
+        self._comm_stream.record_event(travelling.times.gather_end)
+
+
+class StagedTransfer(GatheringTransfer):
+    """The shard is copied into a stage and gathered from there into the slot.
+
+    Copies may run one fill ahead of gathers: a copy is no collective, so this is safe, and it
+    hides jitter of the host.
+    """
+
+    staged = True
+    _ahead: tuple[int, int] | None = None
+
+    def copy_ahead(self, block: int, fill: int) -> None:
+        """Queue the copy of ``fill`` now."""
+        if self._ahead != (block, fill):
+            self._stage_copy(block, self._stage(fill))
+            self._ahead = (block, fill)
+
+    def fill(self, slot: Slot, block: int, fill: int) -> None:
+        """Queue the copy, unless it runs ahead already, and the gather."""
+        stage = self._stage(fill)
+        self.copy_ahead(block, fill)
+        self._ahead = None
+        # See [Note: two events].
+        with self._backend.stream(self._comm_stream):
+            self._comm_stream.wait_event(stage.filled)
+            self._comm_stream.wait_event(slot.drained)
+            self._gather(slot, block, stage.buffer[: self._blocks[block].shard.nbytes])
+            self._comm_stream.record_event(stage.drained)
+            self._finish(slot, block)
+            self._comm_stream.record_event(slot.filled)
+
+    def forget_staged(self) -> None:
+        """Forget the copy that runs ahead; its stage counts as drained once it is there."""
+        self._ahead = None
+
+    def _stage(self, fill: int) -> Stage:
+        return self._pool.stages[fill % len(self._pool.stages)]
+
+    def _stage_copy(self, block: int, stage: Stage) -> None:
+        # See [Note: two events].
+        with self._backend.stream(self._copy_stream):
+            self._copy_stream.wait_event(stage.drained)
+            self._copy(block, stage.buffer)
+            self._copy_stream.record_event(stage.filled)
+
+
+class InPlaceTransfer(GatheringTransfer):
+    """The shard is copied into its own part of the slot and gathered in place; no stage."""
+
+    def fill(self, slot: Slot, block: int, fill: int) -> None:
+        """Queue the copy and the gather."""
+        plan = self._blocks[block].plan
+        rank = self._collective.rank
+        part = slot.buffer[rank * plan.nbytes : (rank + 1) * plan.nbytes]
+        # See [Note: two events]. Two streams write the slot here, so a fill that nobody computed
+        # (a skipped block) is ordered before this copy by slot.filled and not by slot.drained.
+        with self._backend.stream(self._copy_stream):
+            self._copy_stream.wait_event(slot.filled)
+            self._copy_stream.wait_event(slot.drained)
+            self._copy(block, part)
+            self._copy_stream.record_event(slot.copied)
+        with self._backend.stream(self._comm_stream):
+            self._comm_stream.wait_event(slot.copied)
+            self._gather(slot, block, part)
+            self._finish(slot, block)
+            self._comm_stream.record_event(slot.filled)
+
+
+def expected_trailers(digest: bytes, block: int, size: int) -> torch.Tensor:
+    """Return the trailers of all ranks for ``block`` as a host tensor of ``size`` rows."""
+    rows = b"".join(trailer(digest, block, rank) for rank in range(size))
+    return torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(size, TRAILER_NBYTES)
