@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torch.nn import functional
+
 from dlo_core._install import install_command
 from dlo_core.errors import DloError
 
@@ -50,7 +52,8 @@ def write_digits(images: Sequence[Tensor], labels: Sequence[Tensor], path: Path)
         for axes in row:
             axes.set_axis_off()
         for axes, image, label in zip(row, drawn, wanted.tolist(), strict=False):
-            axes.imshow(image.numpy(), cmap="gray_r", vmin=-1, vmax=1, interpolation="bicubic")
+            paper = functional.pad(image, (1, 1, 1, 1), value=-1.0)
+            axes.imshow(paper.numpy(), cmap="gray_r", vmin=-1, vmax=1, interpolation="bicubic")
             axes.set_title(str(label), fontsize=10, color="#1f5fa8", pad=2)
         row[0].text(
             -0.35, 0.5, f"rank {rank}", transform=row[0].transAxes, fontsize=10, rotation=90,
@@ -72,15 +75,19 @@ def write_timeline(spans: Sequence[Span], path: Path) -> None:
     figure = new_figure(12.0, 4.4)
     axes = figure.subplots()
     colors = block_colors(spans)
-    for row, lane in enumerate(LANES):
+    lanes = [lane for lane in LANES if lane == "compute" or total_ms(spans, lane)]
+    for row, lane in enumerate(lanes):
         for span in spans:
             if span.lane == lane:
                 draw_span(axes, row, span, color=colors[span.block])
     for span in spans:
         if span.lane == "wait":
             draw_wait(axes, span)
-    axes.set_yticks(range(len(LANES)), LANES)
-    axes.set_ylim(len(LANES) - 0.5, -0.5)
+    end = pass_end_ms(spans)
+    axes.axvline(end, color="0.35", lw=0.9, ls=":")
+    axes.text(end, -0.44, "end of the pass ", fontsize=8, color="0.35", ha="right", va="center")
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.set_xlabel("milliseconds from the start of the pass")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -93,9 +100,15 @@ def write_timeline(spans: Sequence[Span], path: Path) -> None:
 
 def timeline_title(spans: Sequence[Span], *, num_blocks: int) -> str:
     """Return one line that sums the pass up."""
-    whole = max((span.end_ms for span in spans), default=0.0)
-    busy = ", ".join(f"{lane} {total_ms(spans, lane):.1f} ms" for lane in LANES)
-    return f"One pass over {num_blocks} streamed blocks in {whole:.1f} ms: {busy}"
+    whole = pass_end_ms(spans)
+    sums = {lane: total_ms(spans, lane) for lane in LANES}
+    busy = ", ".join(f"{lane} {ms:.1f} ms" for lane, ms in sums.items() if ms)
+    return f"One pass over {num_blocks} streamed blocks in {whole:.1f} ms: {busy or 'nothing was traced'}"
+
+
+def pass_end_ms(spans: Iterable[Span]) -> float:
+    """Return when the last block had computed; what is copied after it is for the next pass."""
+    return max((span.end_ms for span in spans if span.lane == "compute"), default=0.0)
 
 
 def total_ms(spans: Iterable[Span], lane: str) -> float:

@@ -1,0 +1,177 @@
+"""What ``torch.cuda`` and its likes give alike: a backend from a device module of torch.
+
+A vendor's package hands its module in (``torch.cuda``, ``torch.npu``); the core never names one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dlo_core.collective import all_gather_bytes, release_group
+from dlo_core.errors import BackendError, HostMemoryError
+from dlo_core.interface import Backend, Capabilities, Check, Collective, MemoryInfo, PinnedAllocator
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch.distributed import ProcessGroup
+
+    from dlo_core.interface import Event, Stream
+
+__all__ = ["AcceleratorBackend"]
+
+
+class _TorchBuffer:
+    """Host memory from torch's own allocator, page-locked by the device's driver."""
+
+    def __init__(self, nbytes: int) -> None:
+        try:
+            made = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise HostMemoryError(
+                f"cannot page-lock {nbytes:,} bytes of host memory ({error}); use host='pageable', more "
+                "ranks, or raise the limit (ulimit -l)"
+            ) from error
+        self._tensor: torch.Tensor | None = made
+        self.pinned = made.is_pinned()
+        # torch's pinned allocator takes powers of two; counted as the system sees it.
+        self.locked_nbytes = 1 << max(nbytes - 1, 0).bit_length() if self.pinned else 0
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        if self._tensor is None:
+            raise BackendError("this host buffer was released")
+        return self._tensor
+
+    def release(self) -> None:
+        self._tensor = None
+
+
+class _TorchAllocator(PinnedAllocator):
+    """Makes page-locked buffers through torch."""
+
+    def allocate(self, nbytes: int) -> _TorchBuffer:
+        """Return ``nbytes`` page-locked bytes."""
+        with torch.inference_mode(False):
+            return _TorchBuffer(nbytes)
+
+
+class _DeviceCheck(Check):
+    """Keeps a flag on the device and a copy of it in pinned memory, which the host may look at."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self._flag = torch.zeros((), dtype=torch.bool, device=device)
+            self._seen = torch.zeros((), dtype=torch.bool, pin_memory=True)
+
+    def compare(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        """Queue the comparison and the copy of the flag."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._flag.logical_or_(torch.ne(actual, expected).any())
+            self._seen.copy_(self._flag, non_blocking=True)
+
+    def failed(self) -> bool:
+        """Return the flag as far as it has come."""
+        return bool(self._seen)
+
+
+class _DeviceCollective(Collective):
+    """All-gather through torch.distributed; the current stream is the one that orders it."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group: ProcessGroup | None = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """Queue the gather and let the current stream wait for it; the host does not."""
+        all_gather_bytes(out, shard, group=self._group)
+
+    def close(self) -> None:
+        """Give the group back."""
+        group, self._group = self._group, None
+        release_group(group)
+
+
+class AcceleratorBackend(Backend):
+    """A backend on a device module of torch; a vendor's package subclasses it."""
+
+    def __init__(
+        self,
+        module: Any,
+        device: torch.device,
+        *,
+        comm_library: str,
+        capabilities: Capabilities,
+        allocator: PinnedAllocator | None = None,
+    ) -> None:
+        """Take the vendor's module.
+
+        Args:
+            module: ``torch.cuda`` or its like.
+            device: The device, with its index.
+            comm_library: Name of the vendor's ``torch.distributed`` backend.
+            capabilities: What the device can do.
+            allocator: Makes the host buffers; None: torch's own pinned memory.
+        """
+        self._module = module
+        self.name = device.type
+        self.device = device
+        self.comm_library = comm_library
+        self.capabilities = capabilities
+        self.allocator = allocator or _TorchAllocator()
+
+    def new_stream(self, priority: int = 0) -> Stream:
+        """Return a new stream of the device."""
+        made: Stream = self._module.Stream(device=self.device, priority=priority)
+        return made
+
+    def current_stream(self) -> Stream:
+        """Return the device's current stream in this thread."""
+        current: Stream = self._module.current_stream(self.device)
+        return current
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make ``stream`` current."""
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
+
+    def new_event(self, *, timing: bool = False) -> Event:
+        """Return a new event of the device."""
+        made: Event = self._module.Event(enable_timing=timing)
+        return made
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return device memory of torch's caching allocator."""
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Queue the copy; asynchronous where the host side is pinned."""
+        with torch.inference_mode(False), torch.no_grad():
+            dst.copy_(src, non_blocking=True)
+
+    def new_check(self) -> Check:
+        """Return a new comparison on the device."""
+        return _DeviceCheck(self.device)
+
+    def collective(self, group: ProcessGroup) -> Collective:
+        """Return the all-gather over the vendor's comm library."""
+        return _DeviceCollective(group)
+
+    def memory(self) -> MemoryInfo:
+        """Return what torch's allocator and the device say."""
+        free, total = self._module.mem_get_info(self.device)
+        return MemoryInfo(
+            self._module.memory_allocated(self.device),
+            self._module.memory_reserved(self.device),
+            free,
+            total,
+        )
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        self._module.synchronize(self.device)

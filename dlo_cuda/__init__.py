@@ -1,0 +1,24 @@
+"""The CUDA backend of dlo: its plug-in hook, which imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dlo_core.registry import hookimpl
+
+if TYPE_CHECKING:
+    from dlo_core.interface import Backend
+
+__all__ = ["dlo_backend"]
+
+
+@hookimpl
+def dlo_backend(device: str) -> Backend:
+    """Return a backend for ``device``, such as ``"cuda:1"``.
+
+    Raises:
+        BackendError: This torch or this machine has no CUDA device like that.
+    """
+    from dlo_cuda.backend import make_backend  # noqa: PLC0415 - late on purpose
+
+    return make_backend(device)
