@@ -10,6 +10,7 @@ import itertools
 import mmap
 import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -138,7 +139,7 @@ class GlooCollective(Collective):
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """Queue the gather."""
         group = self._group
-        current_stream().run(lambda: _gather(out, shard, group))
+        current_stream().run(partial(_gather, out, shard, group))
 
     def close(self) -> None:
         """Destroy the group; local."""
@@ -152,6 +153,10 @@ class GlooCollective(Collective):
 
 def _gather(out: torch.Tensor, shard: torch.Tensor, group: ProcessGroup | None) -> None:
     all_gather_bytes(out, shard, group=group)
+
+
+def _copy_strided(dst: torch.Tensor, src: torch.Tensor) -> None:
+    dst.copy_(src)
 
 
 class CpuBackend(Backend):
@@ -195,10 +200,8 @@ class CpuBackend(Backend):
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Queue the copy; contiguous bytes move without the interpreter."""
-        if dst.is_contiguous() and src.is_contiguous():
-            current_stream().run(lambda: move_bytes(dst, src))
-        else:
-            current_stream().run(lambda: dst.copy_(src) and None)
+        dense = dst.is_contiguous() and src.is_contiguous()
+        current_stream().run(partial(move_bytes if dense else _copy_strided, dst, src))
 
     def new_check(self) -> CpuCheck:
         """Return a new comparison."""

@@ -103,7 +103,7 @@ def timeline_title(spans: Sequence[Span], *, num_blocks: int) -> str:
     whole = pass_end_ms(spans)
     sums = {lane: total_ms(spans, lane) for lane in LANES}
     busy = ", ".join(f"{lane} {ms:.1f} ms" for lane, ms in sums.items() if ms)
-    return f"One pass over {num_blocks} streamed blocks in {whole:.1f} ms: {busy or 'nothing was traced'}"
+    return f"One pass over {num_blocks} streamed blocks in {whole:.1f} ms: {busy or 'no spans'}"
 
 
 def pass_end_ms(spans: Iterable[Span]) -> float:
