@@ -1,6 +1,7 @@
 """dlo: Distributed Layerwise Offload for diffusion transformers.
 
-An accelerator keeps only a few transformer blocks' weights; the other blocks wait in host memory and
+An accelerator keeps only a few transformer blocks' weights; the other blocks wait in host memory
+and
 stream in while earlier blocks compute. In a group of ranks each rank's host keeps 1/size of every
 block, rebuilt by all-gather on the device::
 
@@ -12,6 +13,7 @@ block, rebuilt by all-gather on the device::
 import logging
 
 from dlo_core._version import __version__
+from dlo_core.api import LayerwiseOffload, offload, offloaded
 from dlo_core.config import OffloadConfig
 from dlo_core.errors import (
     AgreementError,
@@ -27,7 +29,6 @@ from dlo_core.errors import (
     UseError,
 )
 from dlo_core.interface import Backend, Capabilities
-from dlo_core.api import LayerwiseOffload, offload, offloaded
 from dlo_core.plan import Footprint
 from dlo_core.progress import LoadProgress
 from dlo_core.registry import hookimpl

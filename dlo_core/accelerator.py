@@ -32,7 +32,8 @@ class _TorchBuffer:
             made = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             raise HostMemoryError(
-                f"cannot page-lock {nbytes:,} bytes of host memory ({error}); use host='pageable', more "
+                f"cannot page-lock {nbytes:,} bytes of host memory ({error}); use "
+                "host='pageable', more "
                 "ranks, or raise the limit (ulimit -l)"
             ) from error
         self._tensor: torch.Tensor | None = made

@@ -139,8 +139,10 @@ class GroupAgreement(Agreement):
         names = ", ".join(f"{r} (global rank {self._global_ranks[r]})" for r in missing)
         who = f"rank {names} did not come to it" if missing else "a rank left in the middle of it"
         return AgreementError(
-            f"{what}: the ranks could not agree within {self._timeout_s:g} s; {who}. Every rank of the "
-            "group must make the same dlo calls in the same order; look for an earlier error there, "
+            f"{what}: the ranks could not agree within {self._timeout_s:g} s; {who}. Every rank "
+            "of the "
+            "group must make the same dlo calls in the same order; look for an earlier error "
+            "there, "
             f"or raise load_timeout_s if it is still loading ({error})"
         )
 
@@ -171,9 +173,10 @@ def agree_on(agreement: Agreement, facts: Mapping[str, str], what: str) -> None:
             + ", ".join(f"rank {r} has {t.get(name, 'nothing')}" for r, t in enumerate(everyone))
             for name in different[:4]
         ]
-        more = f" (and {len(different) - 4} more)" if len(different) > 4 else ""  # noqa: PLR2004
+        more = f" (and {len(different) - 4} more)" if len(different) > 4 else ""
         raise AgreementError(
-            f"{what}: the ranks of the group differ in {'; '.join(rows)}{more}. Give every rank the same "
+            f"{what}: the ranks of the group differ in {'; '.join(rows)}{more}. Give every rank "
+            "the same "
             "model, checkpoint and settings, or use_allgather=False"
         )
 
@@ -199,7 +202,8 @@ def check_member(group: Any) -> ProcessGroup:
         )
     if dist.get_rank(group) < 0:
         raise ConfigError(
-            f"this process (global rank {dist.get_rank()}) is not in the group that it was given, whose "
+            f"this process (global rank {dist.get_rank()}) is not in the group that it was given, "
+            "whose "
             f"ranks are {dist.get_process_group_ranks(group)}"
         )
     return group

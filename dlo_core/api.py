@@ -17,7 +17,14 @@ from dlo_core.agreement import Agreement, GroupAgreement, LoneAgreement, agree_o
 from dlo_core.collective import LoneCollective, new_group_of
 from dlo_core.config import OffloadConfig
 from dlo_core.engine import Engine
-from dlo_core.errors import AgreementError, ConfigError, DloError, DloWarning, RestoreError, UseError
+from dlo_core.errors import (
+    AgreementError,
+    ConfigError,
+    DloError,
+    DloWarning,
+    RestoreError,
+    UseError,
+)
 from dlo_core.hooks import offload_of
 from dlo_core.plan import Footprint, ModelPlan, plan_model, predict
 from dlo_core.registry import resolve
@@ -42,15 +49,17 @@ if TYPE_CHECKING:
 __all__ = ["LayerwiseOffload", "offload", "offloaded"]
 
 _logger = logging.getLogger("dlo")
-_SHUT_DOWN = "its offload was shut down and the weights were released; disable(to='meta') makes it a "
+_SHUT_DOWN = (
+    "its offload was shut down and the weights were released; disable(to='meta') makes it a "
+)
 _SHUT_DOWN += "plain module without values, which can be offloaded again with checkpoint="
 
 
 class LayerwiseOffload:
     """Streams the blocks of one or more models through a few slots on the device.
 
-    Models that are enabled together share the slots. As a context manager it disables at the end, or
-    shuts down after an exception.
+    Models that are enabled together share the slots. As a context manager it disables at the end,
+    or shuts down after an exception.
     """
 
     def __init__(
@@ -83,7 +92,8 @@ class LayerwiseOffload:
         self._backend = self._find_backend(device)
         if group is None and _world_size() > 1:
             warnings.warn(
-                f"offload() without group= in a job of {_world_size()} ranks: every rank keeps all of its "
+                f"offload() without group= in a job of {_world_size()} ranks: every rank keeps "
+                "all of its "
                 "weights on the host; pass group= to shard them",
                 DloWarning,
                 stacklevel=3,
@@ -155,7 +165,8 @@ class LayerwiseOffload:
             models: One or more; they share the slots.
             checkpoint: Path of a safetensors file, folder or index with the weights, one a model (a
                 sequence for several); None: the models' own values.
-            blocks: Names of the containers of blocks in run order, or a function from the model to its
+            blocks: Names of the containers of blocks in run order, or a function from the model to
+                its
                 blocks; None: the model's own declaration, else found.
             progress: True for a bar on a terminal, or a function that is given ``LoadProgress``; an
                 exception from it cancels on every rank.
@@ -172,7 +183,7 @@ class LayerwiseOffload:
         try:
             plans = self._plan(models, checkpoint, blocks)
         # Every rank must hear of it, whatever it is.
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             problem = error
         try:
             self._agreement.vote(problem, "offload()")
@@ -192,8 +203,8 @@ class LayerwiseOffload:
     def disable(self, to: str = "cpu") -> None:
         """Make the models plain modules again, with the same Parameter objects, dtypes and strides.
 
-        In gather mode without a checkpoint all ranks must call it: the values come from the next turn of
-        the tape. Otherwise it is local. Does nothing when nothing is enabled.
+        In gather mode without a checkpoint all ranks must call it: the values come from the next
+        turn of the tape. Otherwise it is local. Does nothing when nothing is enabled.
 
         Args:
             to: ``"cpu"``, or ``"meta"`` for modules without values.
@@ -217,7 +228,9 @@ class LayerwiseOffload:
         self._engine = None
         names = ", ".join(type(model).__name__ for model in self._models)
         self._models = ()
-        _logger.info("disabled %s%s; weights are on %s", names, self._where(), to, extra=self._extra)
+        _logger.info(
+            "disabled %s%s; weights are on %s", names, self._where(), to, extra=self._extra
+        )
 
     def shutdown(self) -> None:
         """Release all memory without restoring and without a collective; safe to call twice.
@@ -233,8 +246,8 @@ class LayerwiseOffload:
     def refresh(self) -> None:
         """Accept modules and tensors that appeared in or vanished from the models; place new ones.
 
-        New tensors go to the device and stay there. Call it between passes, on every rank that changed
-        its model.
+        New tensors go to the device and stay there. Call it between passes, on every rank that
+        changed its model.
 
         Raises:
             UseError: Nothing is enabled, or a block computes now.
@@ -245,7 +258,8 @@ class LayerwiseOffload:
     def run_pass(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
         """Return a context that is one pass, for engines that call blocks and not the root.
 
-        With nothing in it, it is an idle pass: in gather mode this rank serves its shards to the others.
+        With nothing in it, it is an idle pass: in gather mode this rank serves its shards to the
+        others.
 
         Args:
             model: Which model, where several are enabled; None: the only one.
@@ -325,11 +339,12 @@ class LayerwiseOffload:
             backend = resolve(device)
             if self._config.host == "pinned" and not backend.capabilities.pinned_memory:
                 raise ConfigError(
-                    f"host='pinned' cannot be had: the backend {backend.name!r} has no pinned memory; use "
+                    f"host='pinned' cannot be had: the backend {backend.name!r} has no pinned "
+                    "memory; use "
                     "host=None or 'pageable'"
                 )
         # Every rank must hear of it.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             problem = error
         try:
             self._agreement.vote(problem, "offload()")
@@ -343,7 +358,9 @@ class LayerwiseOffload:
         if self._shut_down:
             raise UseError("this offload was shut down; make a new one")
         if self._engine is not None:
-            raise ConfigError("this offload is enabled already; disable() first, or make another one")
+            raise ConfigError(
+                "this offload is enabled already; disable() first, or make another one"
+            )
 
     def _plan(
         self, models: Sequence[nn.Module], checkpoint: Checkpoint, blocks: Blocks
@@ -358,7 +375,7 @@ class LayerwiseOffload:
         plans: list[ModelPlan] = []
         try:
             for model, path in zip(models, paths, strict=True):
-                plans.append(  # noqa: PERF401 - what was opened must be closed
+                plans.append(
                     plan_model(
                         model,
                         self._config,
@@ -412,7 +429,7 @@ class LayerwiseOffload:
             )
             engine.prepare(self._agreement)
         # Every rank must hear of it, whatever it is.
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             problem = error
         try:
             self._agreement.vote(problem, "loading")
@@ -438,15 +455,19 @@ class LayerwiseOffload:
         except (DloError, RuntimeError, MemoryError) as error:
             raise RestoreError(
                 f"the weights cannot be given back{self._where()}: {error}; the model keeps its "
-                "placeholders: repair the cause and call disable() again, or shutdown() and load anew"
+                "placeholders: repair the cause and call disable() again, or shutdown() and load "
+                "anew"
             ) from error
 
     def _log_enabled(self) -> None:
         print_ = self._footprint
         assert print_ is not None
-        mode = f"gather mode, rank {self.rank} of {self.size}" if self._gathers else "rank-local mode"
+        mode = (
+            f"gather mode, rank {self.rank} of {self.size}" if self._gathers else "rank-local mode"
+        )
         _logger.info(
-            "enabled %s in %s: %d blocks, %d bytes; device %d bytes (slots %d, stages %d, remainder %d), "
+            "enabled %s in %s: %d blocks, %d bytes; device %d bytes (slots %d, stages %d, "
+            "remainder %d), "
             "host %d bytes",
             ", ".join(type(model).__name__ for model in self._models),
             mode,
@@ -490,7 +511,8 @@ def offload(
         **settings: Those of ``OffloadConfig``.
 
     Raises:
-        DloError: As the constructor and ``enable`` do; on every rank, and the models are as they were.
+        DloError: As the constructor and ``enable`` do; on every rank, and the models are as they
+            were.
     """
     try:
         config = OffloadConfig.of(settings)
@@ -537,7 +559,8 @@ def _check_model(model: nn.Module) -> None:
         if offload_of(module) is not None:
             what = f"its submodule {path!r}" if path else "it"
             raise ConfigError(
-                f"{type(model).__name__} cannot be offloaded: {what} is offloaded already (or was shut "
+                f"{type(model).__name__} cannot be offloaded: {what} is offloaded already (or was "
+                "shut "
                 "down); call dlo_core.offloaded(model).disable() first"
             )
 
@@ -548,7 +571,8 @@ def _one_each(checkpoint: Checkpoint, count: int) -> list[Path | None]:
     if isinstance(checkpoint, str | os.PathLike):
         if count > 1:
             raise ConfigError(
-                f"{count} models need a sequence of {count} checkpoints; got one path {str(checkpoint)!r}"
+                f"{count} models need a sequence of {count} checkpoints; got one path "
+                f"{str(checkpoint)!r}"
             )
         return [checkpoint]
     paths = list(checkpoint)

@@ -1,6 +1,7 @@
 """Binding: pointing a block's parameters at a slot while it computes, at placeholders else.
 
-The *entry* in the module's table is swapped, not the data of the parameter: a meta parameter could not
+The *entry* in the module's table is swapped, not the data of the parameter: a meta parameter could
+not
 be bound otherwise, and a gradient would be silently wrong. Unbound, the entry is a placeholder that
 tells the truth about shape, dtype and device and raises on any use of its values.
 """
@@ -25,7 +26,7 @@ __all__ = ["BlockBinding", "Placeholder"]
 
 
 class Placeholder(torch.Tensor):
-    """Stands for a streamed tensor while its block does not compute; any use raises ``UseError``."""
+    """Stands for a streamed tensor while its block does not compute; any use raises."""
 
     dlo_name: str
     dlo_reason: str
@@ -63,7 +64,8 @@ class Placeholder(torch.Tensor):
     def _refuse(self, what: str) -> NoReturn:
         name, owner = self.dlo_name, self.dlo_name.rpartition(".")[0]
         raise UseError(
-            f"{name!r} was used ({what}) but {self.dlo_reason}; read it inside the block's forward, keep "
+            f"{name!r} was used ({what}) but {self.dlo_reason}; read it inside the block's "
+            "forward, keep "
             f"it on the device with resident=({owner!r},), or disable() first"
         )
 
@@ -222,7 +224,8 @@ class BlockBinding:
             if views[number]._version != version:
                 name = self._owned[number].name
                 raise UseError(
-                    f"buffer {name!r} was written during its block's forward, but it streams (above "
+                    f"buffer {name!r} was written during its block's forward, but it streams "
+                    "(above "
                     f"1 MiB) and the write would be lost; pass resident=({name!r},)"
                 )
 
@@ -250,7 +253,8 @@ class BlockBinding:
         for placeholder in self.placeholders:
             if placeholder.requires_grad:
                 raise UseError(
-                    f"offloaded weights have no gradients, but {placeholder.dlo_name!r} requires one "
+                    f"offloaded weights have no gradients, but {placeholder.dlo_name!r} requires "
+                    "one "
                     "and grad mode is on; use torch.inference_mode() or torch.no_grad(), or freeze "
                     "the model with requires_grad_(False)"
                 )
@@ -258,7 +262,8 @@ class BlockBinding:
     def _raise_replaced(self, number: int) -> NoReturn:
         name = self._owned[number].name
         raise UseError(
-            f"{name!r} was replaced after offload(); put the old parameter back, call refresh(), or "
+            f"{name!r} was replaced after offload(); put the old parameter back, call refresh(), "
+            "or "
             "disable() before changing the model"
         )
 
@@ -272,7 +277,8 @@ class BlockBinding:
                     if tensor is not None and fresh:
                         name = ".".join(part for part in (prefix, path, key) if part)
                         raise UseError(
-                            f"{name!r} is new: it appeared in the block after offload(); call refresh() "
+                            f"{name!r} is new: it appeared in the block after offload(); call "
+                            "refresh() "
                             "so that it is placed on the device"
                         )
         raise UseError(

@@ -1,4 +1,4 @@
-"""A checkpoint: one safetensors file, a folder of them, or a Hugging Face index, read by byte ranges."""
+"""A checkpoint: a safetensors file, a folder of them, or a Hugging Face index, read by ranges."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class Checkpoint:
                 if got == 0:
                     _refuse(
                         tensor.path,
-                        f"ended inside {name!r}: it has become shorter since it was opened; nothing must "
+                        f"ended inside {name!r}: it has become shorter since it was opened; "
+                        "nothing must "
                         "write to a checkpoint while it is loaded",
                     )
                 done += got
@@ -148,7 +149,8 @@ def _from_folder(folder: Path) -> dict[str, CheckpointTensor]:
             if name in tensors:
                 _refuse(
                     folder,
-                    f"has {name!r} in {tensors[name].path.name!r} and in {file.name!r} (two variants?); "
+                    f"has {name!r} in {tensors[name].path.name!r} and in {file.name!r} (two "
+                    "variants?); "
                     "give the path of the file that is meant",
                 )
             tensors[name] = tensor
@@ -167,7 +169,8 @@ def _from_index(index: Path) -> dict[str, CheckpointTensor]:
         if not path.is_file():
             _refuse(
                 index,
-                f"names the file {file!r} for {names[0]!r} and {len(names) - 1} more keys, but it is not "
+                f"names the file {file!r} for {names[0]!r} and {len(names) - 1} more keys, but it "
+                "is not "
                 "there; download it again",
             )
         header = read_header(path)

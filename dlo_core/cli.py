@@ -118,7 +118,7 @@ def demo(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Draw digits with a trained diffusion transformer, streamed, and prove that no bit changed."""
-    from dlo_core.demo.run import demo as run_demo  # noqa: PLC0415 - forks need torch unused
+    from dlo_core.demo.run import demo as run_demo
 
     raise typer.Exit(run_demo(ranks, depth, use_allgather, out, json))
 

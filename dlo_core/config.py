@@ -21,10 +21,12 @@ class OffloadConfig:
         use_allgather: Shard the weights over the group and rebuild each block by all-gather;
             False: every rank keeps all of its own weights and there is no collective.
         depth: Slots on the device, at least 2: the current block and the ones being loaded.
-        stages: Device buffers of shard size in gather mode: 2, or 0 to copy the shard into the slot's
+        stages: Device buffers of shard size in gather mode: 2, or 0 to copy the shard into the
+            slot's
             own part and gather in place.
         resident: Dotted names of modules or tensors that stay on the device.
-        host: Kind of host memory: ``"pinned"``, ``"pageable"``, or None for the best that the backend
+        host: Kind of host memory: ``"pinned"``, ``"pageable"``, or None for the best that the
+            backend
             has.
         timeout_s: Seconds that one fill may take.
         load_timeout_s: Seconds that the ranks wait for each other while loading.
@@ -50,9 +52,10 @@ class OffloadConfig:
         for name in ("use_allgather", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False; got {getattr(self, name)!r}")
-        if not _is_int(self.depth) or self.depth < 2:  # noqa: PLR2004 - stated in the message
+        if not _is_int(self.depth) or self.depth < 2:
             raise ConfigError(
-                f"depth must be a whole number of at least 2 (the current block and the next one); got "
+                "depth must be a whole number of at least 2 (the current block and the next "
+                "one); got "
                 f"{self.depth!r}"
             )
         if not _is_int(self.stages) or self.stages not in (0, 2):
@@ -64,7 +67,8 @@ class OffloadConfig:
             _check_seconds(name, getattr(self, name))
         if isinstance(self.resident, str):
             raise ConfigError(
-                f"resident must be a sequence of dotted names; got the string {self.resident!r}: write "
+                f"resident must be a sequence of dotted names; got the string {self.resident!r}: "
+                "write "
                 f"({self.resident!r},)"
             )
         object.__setattr__(self, "resident", tuple(self.resident))

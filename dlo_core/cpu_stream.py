@@ -212,7 +212,7 @@ class _Worker:
 
     def owe(self, ticket: _Ticket) -> None:
         """Note a ticket that must be reached, with an error if need be."""
-        if len(self._owed) > 64:  # noqa: PLR2004 - only bounds the list
+        if len(self._owed) > 64:
             self._owed = [owed for owed in self._owed if not owed.reached]
         self._owed.append(ticket)
 
@@ -235,7 +235,7 @@ class _Worker:
                     break
                 work()
         # Whatever happens in a worker must reach the host that waits.
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             self._error = error
         if self._error is not None:
             for ticket in self._owed:

@@ -54,17 +54,20 @@ def find_blocks(
 ) -> tuple[FoundBlock, ...]:
     """Return the blocks of ``model`` in the order in which they are declared or registered.
 
-    Taken in this order: ``blocks``; the class attribute ``dlo_blocks``; diffusers' ``_repeated_blocks`` and
-    ``_no_split_modules``; the outermost containers of one repeated class that hold at least 1 % of the
-    parameters. Children without tensors are left out.
+    Taken in this order: ``blocks``; the class attribute ``dlo_blocks``; diffusers'
+    ``_repeated_blocks`` and
+    ``_no_split_modules``; the outermost containers of one repeated class that hold at least 1 % of
+    the parameters. Children without tensors are left out.
 
     Args:
         model: The root module, with values or on meta.
-        blocks: Dotted names of containers (``ModuleList``, ``ModuleDict``, ``Sequential``, or a property
+        blocks: Dotted names of containers (``ModuleList``, ``ModuleDict``, ``Sequential``, or a
+            property
             that gives one), or a function from the model to its blocks.
 
     Raises:
-        ConfigError: Nothing was found (it lists what was looked at), a name means nothing, or blocks lie
+        ConfigError: Nothing was found (it lists what was looked at), a name means nothing, or
+            blocks lie
             inside each other.
     """
     if not isinstance(model, nn.Module):
@@ -114,7 +117,8 @@ def _children_of(model: nn.Module, name: str) -> list[nn.Module]:
     children = owner.values() if isinstance(owner, nn.ModuleDict) else owner
     if not isinstance(owner, (*_CONTAINERS, list, tuple)):
         raise ConfigError(
-            f"{name!r} is a {type(owner).__name__}; blocks= wants the name of a container of blocks "
+            f"{name!r} is a {type(owner).__name__}; blocks= wants the name of a container of "
+            "blocks "
             "(ModuleList, ModuleDict, Sequential)"
         )
     found = list(children)
@@ -160,7 +164,8 @@ def _by_rule(model: nn.Module) -> list[FoundBlock]:
     if not found:
         seen = "; ".join(map(str, looked_at)) or "it has no ModuleList, ModuleDict or Sequential"
         raise ConfigError(
-            f"no blocks were found in {type(model).__name__}. Looked at: {seen}. Name the containers of its "
+            f"no blocks were found in {type(model).__name__}. Looked at: {seen}. Name the "
+            "containers of its "
             "blocks with blocks=('name', ...), or a function from the model to its blocks"
         )
     return found
@@ -168,7 +173,7 @@ def _by_rule(model: nn.Module) -> list[FoundBlock]:
 
 def _why_not(children: Sequence[nn.Module], share: float) -> str | None:
     kinds = {type(child) for child in children}
-    if len(children) < 2:  # noqa: PLR2004 - stated
+    if len(children) < 2:
         return "fewer than 2 children"
     if len(kinds) > 1:
         return "children of several classes"

@@ -13,10 +13,10 @@ from dlo_core.host import HostStore
 from dlo_core.layout import BlockLayout
 from dlo_core.loader import count_shard_nbytes, load_shards
 from dlo_core.progress import LoadProgress, reporting
+from dlo_core.refresh import new_tensors, spec_of
 from dlo_core.remainder import Remainder
 from dlo_core.restore import give_back, give_back_meta, let_go, tensor_from
 from dlo_core.slots import Pool
-from dlo_core.refresh import new_tensors, spec_of
 from dlo_core.source import ModuleTensor, StoredTensor
 from dlo_core.streamer import Streamer
 from dlo_core.tape import Tape, agreed_order
@@ -177,7 +177,9 @@ class Engine:
             streamer.enter()
             try:
                 if self.pool.busy:
-                    raise UseError("refresh() was called while a block computes; call it between passes")
+                    raise UseError(
+                        "refresh() was called while a block computes; call it between passes"
+                    )
                 known = {place for part in parts for place in part.places()}
                 fresh = new_tensors(plan.model, known, self._backend.device)
                 layout = BlockLayout.pack(

@@ -68,7 +68,7 @@ class FillError(DloError, RuntimeError):
         self.fill = fill
 
 
-class FillTimeout(FillError):  # noqa: N818 - the published name, a kind of FillError
+class FillTimeout(FillError):
     """Raised when a fill did not end within ``timeout_s``."""
 
 

@@ -1,8 +1,9 @@
 """Hooks: wrapping the calls of a model and its blocks from the outermost place, and undoing it.
 
-The wrapper is the instance's ``_compiled_call_impl``, which ``nn.Module`` asks first: so class, ``forward`` and
-signature stay as they are, ``compile()`` of a block ends up inside of the wrapper in either order, and step
-caches that replace ``forward`` do too.
+The wrapper is the instance's ``_compiled_call_impl``, which ``nn.Module`` asks first: so class,
+``forward`` and
+signature stay as they are, ``compile()`` of a block ends up inside of the wrapper in either order,
+and step caches that replace ``forward`` do too.
 """
 
 from __future__ import annotations
@@ -72,8 +73,10 @@ class _Wrapped:
 
     def refuse_apply(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UseError(
-            f"{type(self.module).__name__} is offloaded, so it cannot be moved or converted (.to(), .half(), "
-            ".cuda(), .cpu()): its blocks already compute on the offload's device; disable() first, or "
+            f"{type(self.module).__name__} is offloaded, so it cannot be moved or converted "
+            "(.to(), .half(), "
+            ".cuda(), .cpu()): its blocks already compute on the offload's device; disable() "
+            "first, or "
             "move the other parts of the pipeline one by one"
         )
 
@@ -128,13 +131,15 @@ def _block_call(wrapped: _Wrapped, streamer: Streamer, block: int) -> Callable[.
 
 def _refuse_load(module: nn.Module, *args: Any) -> NoReturn:
     raise UseError(
-        f"load_state_dict() on an offloaded {type(module).__name__} would lose the values of its streamed "
+        f"load_state_dict() on an offloaded {type(module).__name__} would lose the values of its "
+        "streamed "
         "blocks; disable(), load, and offload again"
     )
 
 
 def _refuse_state_dict(module: nn.Module, *args: Any) -> NoReturn:
     raise UseError(
-        f"state_dict() of an offloaded {type(module).__name__} is not whole: the streamed blocks wait in host "
+        f"state_dict() of an offloaded {type(module).__name__} is not whole: the streamed blocks "
+        "wait in host "
         "memory; disable() first, or read the checkpoint"
     )

@@ -80,7 +80,7 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         """Refuse an alignment that is not a power of two of at least 64."""
-        if self.alignment < 64 or self.alignment & (self.alignment - 1):  # noqa: PLR2004 - stated
+        if self.alignment < 64 or self.alignment & (self.alignment - 1):
             raise ValueError(
                 f"Capabilities.alignment is {self.alignment}; it must be a power of two and at "
                 "least 64"

@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 
     from dlo_core.discovery import FoundBlock
 
-__all__ = ["LARGE_BUFFER_NBYTES", "Entry", "Inventory", "Owned", "check_host", "check_plain", "collect", "take_inventory"]
+__all__ = [
+    "LARGE_BUFFER_NBYTES",
+    "Entry",
+    "Inventory",
+    "Owned",
+    "check_host",
+    "check_plain",
+    "collect",
+    "take_inventory",
+]
 
 LARGE_BUFFER_NBYTES = 1 << 20
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -202,7 +211,8 @@ def check_plain(name: str, tensor: torch.Tensor, device_type: str) -> None:
     kind = type(tensor)
     if kind not in _PLAIN:
         raise ConfigError(
-            f"{name!r} is a {kind.__module__}.{kind.__qualname__}; tensor subclasses are not supported "
+            f"{name!r} is a {kind.__module__}.{kind.__qualname__}; tensor subclasses are not "
+            "supported "
             "yet: dequantise or unwrap it before offload(), or leave this model out"
         )
     problem = None
@@ -226,7 +236,8 @@ def check_host(name: str, device: torch.device, device_type: str) -> None:
     if device.type not in ("cpu", "meta"):
         where = "the compute device" if device.type == device_type else "an accelerator"
         raise ConfigError(
-            f"offload() needs the weights on the host, but {name!r} is on {where} ({device}); load the "
+            f"offload() needs the weights on the host, but {name!r} is on {where} ({device}); "
+            "load the "
             "model on the CPU (do not call .to(device)), or pass checkpoint= and build it on meta"
         )
 
@@ -277,7 +288,8 @@ def _check_aliases(model: nn.Module, streamed: Sequence[Sequence[Owned]]) -> Non
             for tensor in _tensors_in(value):
                 if id(tensor) in mine:
                     raise ConfigError(
-                        f"{path or type(model).__name__}.{attribute} keeps {mine[id(tensor)]!r} outside "
+                        f"{path or type(model).__name__}.{attribute} keeps {mine[id(tensor)]!r} "
+                        "outside "
                         "of the module's parameters, where it cannot follow the weights; pass "
                         f"resident=({mine[id(tensor)].rpartition('.')[0]!r},)"
                     )

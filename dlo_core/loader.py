@@ -60,7 +60,11 @@ def load_shards(
 
 
 def _load_piece(
-    layout: BlockLayout, piece: Piece, sources: dict[str, Source], shard: torch.Tensor, report: Report
+    layout: BlockLayout,
+    piece: Piece,
+    sources: dict[str, Source],
+    shard: torch.Tensor,
+    report: Report,
 ) -> None:
     for index, start, stop, at in _parts(layout, piece):
         spec = layout.tensors[index]
@@ -75,5 +79,7 @@ def _parts(layout: BlockLayout, piece: Piece) -> list[tuple[int, int, int, int]]
         low = max(piece.start, spec.offset)
         high = min(piece.stop, spec.offset + spec.nbytes)
         if low < high:
-            parts.append((index, low - spec.offset, high - spec.offset, piece.at + low - piece.start))
+            parts.append(
+                (index, low - spec.offset, high - spec.offset, piece.at + low - piece.start)
+            )
     return parts

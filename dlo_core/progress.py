@@ -60,8 +60,8 @@ def reporting(
     if callable(progress):
         yield Report(total_nbytes, progress)
     elif progress and sys.stderr.isatty():
-        from rich.console import Console  # noqa: PLC0415 - only needed for a bar
-        from rich.progress import (  # noqa: PLC0415
+        from rich.console import Console
+        from rich.progress import (
             BarColumn,
             DownloadColumn,
             Progress,

@@ -83,7 +83,9 @@ def get_backend(device: str | torch.device) -> Backend:
     points = [point for point in _points() if point.name == name]
     if not points:
         known = ", ".join(sorted({point.name for point in _points()})) or "none"
-        raise BackendError(f"no backend for device {str(device)!r}; installed: {known}{_hint(name)}")
+        raise BackendError(
+            f"no backend for device {str(device)!r}; installed: {known}{_hint(name)}"
+        )
     if len(points) > 1:
         owners = ", ".join(_distribution(point) for point in points)
         raise BackendError(

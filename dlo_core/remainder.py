@@ -96,7 +96,9 @@ class _Resident:
         self._fresh: dict[int, torch.Tensor] = {}
         for entry in item.entries:
             original = entry.original
-            if original.is_meta or not torch._has_compatible_shallow_copy_type(original, self._view):
+            if original.is_meta or not torch._has_compatible_shallow_copy_type(
+                original, self._view
+            ):
                 made = self._view
                 if isinstance(original, nn.Parameter):
                     made = nn.Parameter(made, original.requires_grad)

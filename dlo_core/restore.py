@@ -30,8 +30,8 @@ def give_back(
 ) -> None:
     """Put ``host`` back under all names of ``item``.
 
-    A tensor that had values is the same object again; one that was on meta becomes a new one, one for
-    all tied names. A place that somebody else filled meanwhile keeps what it has.
+    A tensor that had values is the same object again; one that was on meta becomes a new one, one
+    for all tied names. A place that somebody else filled meanwhile keeps what it has.
 
     Args:
         item: The tensor.
@@ -56,7 +56,7 @@ def give_back(
 
 
 def give_back_meta(item: Owned, spec: TensorSpec, *, ours: Callable[[object], bool]) -> None:
-    """Put a tensor without values back under all names of ``item``; the original where it was one."""
+    """Put tensors without values back under all names of ``item``; originals where they were."""
     fresh: dict[int, torch.Tensor] = {}
     for entry in item.entries:
         original = entry.original
@@ -64,7 +64,9 @@ def give_back_meta(item: Owned, spec: TensorSpec, *, ours: Callable[[object], bo
             mine = original
         else:
             if id(original) not in fresh:
-                blank = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+                blank = torch.empty_strided(
+                    spec.shape, spec.stride, dtype=spec.dtype, device="meta"
+                )
                 fresh[id(original)] = _like(original, blank, original.requires_grad)
             mine = fresh[id(original)]
         if ours(entry.table.get(entry.key)):

@@ -1,7 +1,7 @@
 """The header of one safetensors file: parsed and checked without reading any tensor.
 
-The format: 8 bytes, little endian, the header's length; the header, a JSON object from a tensor's name to
-its dtype, shape and byte range; then the bytes, without holes.
+The format: 8 bytes, little endian, the header's length; the header, a JSON object from a tensor's
+name to its dtype, shape and byte range; then the bytes, without holes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def read_header(path: Path) -> dict[str, CheckpointTensor]:
     """Return the tensors of the safetensors file at ``path``.
 
     Raises:
-        CheckpointError: The file is missing, truncated, or no safetensors file; names it and the key.
+        CheckpointError: The file is missing, truncated, or no safetensors file; names it and the
+            key.
     """
     header, data_start, data_nbytes = _load(path)
     tensors = {
@@ -101,7 +102,8 @@ def _load(path: Path) -> tuple[dict[str, Any], int, int]:
             if length > min(total - _PREFIX, _MAX_HEADER):
                 _refuse(
                     path,
-                    f"says that its header has {length:,} bytes, but it has {total:,} in all; it is "
+                    f"says that its header has {length:,} bytes, but it has {total:,} in all; it "
+                    "is "
                     "truncated or no safetensors file (a .bin or .pt must be converted)",
                 )
             raw = file.read(length)
@@ -139,7 +141,7 @@ def _tensor(
     if not isinstance(shape, list) or not all(_is_count(length) for length in shape):
         _refuse(path, f"has shape {shape!r}; wanted a list of whole numbers", name)
     offsets = entry["data_offsets"]
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):  # noqa: PLR2004
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         _refuse(path, f"has data_offsets {offsets!r}; wanted [start, end]", name)
     start, end = offsets
     nbytes = math.prod(shape) * dtype.itemsize
@@ -148,7 +150,8 @@ def _tensor(
     if end > data_nbytes:
         _refuse(
             path,
-            f"ends at byte {end:,} of the data, but the file has only {data_nbytes:,}: it is truncated; "
+            f"ends at byte {end:,} of the data, but the file has only {data_nbytes:,}: it is "
+            "truncated; "
             "download it again",
             name,
         )
@@ -166,7 +169,9 @@ def _check_tiling(
     end = data_start
     for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
         if tensor.offset != end:
-            what = "overlaps the one before it" if tensor.offset < end else "leaves a hole before it"
+            what = (
+                "overlaps the one before it" if tensor.offset < end else "leaves a hole before it"
+            )
             _refuse(path, f"{what} (starts at byte {tensor.offset:,}, wanted {end:,})", tensor.name)
         end = tensor.offset + tensor.nbytes
     if end != data_start + data_nbytes:

@@ -4,8 +4,8 @@
 A mix of equal-sized blocks is something that no comm library notices, so every rank's slice ends
 in a 16-byte trailer that says whose it is; the gathered trailers are compared on the device. But
 the gathered run must be the block, without holes. So the bytes that the trailers displace (the last
-16 of every slice but the last one's) travel in the *spill*, near the end of the last slice, and are put
-back after the comparison::
+16 of every slice but the last one's) travel in the *spill*, near the end of the last slice, and
+are put back after the comparison::
 
     slice 0                 slice 1                 slice 2 (last)
     [data ........ trailer] [data ........ trailer] [data .. padding | spill 0 | spill 1 | trailer]

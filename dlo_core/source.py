@@ -1,7 +1,7 @@
 """The source: from where a tensor's bytes are read, the module itself or a checkpoint.
 
-A plan to read a checkpoint is proven from its headers before anything is allocated: names, shapes and
-dtypes, ties, and buffers that no checkpoint has.
+A plan to read a checkpoint is proven from its headers before anything is allocated: names, shapes
+and dtypes, ties, and buffers that no checkpoint has.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def prove_module(inventory: Inventory) -> dict[str, Source]:
     empty = [item.name for item in inventory.owned() if item.tensor.is_meta]
     if empty:
         raise ConfigError(
-            f"{_listed(empty)} on the meta device and has no values; pass checkpoint= with the path "
+            f"{_listed(empty)} on the meta device and has no values; pass checkpoint= with the "
+            "path "
             "of its weights, or load the model first"
         )
     return {item.name: ModuleTensor(item.tensor) for item in inventory.owned()}
@@ -98,8 +99,8 @@ def prove_module(inventory: Inventory) -> dict[str, Source]:
 def prove_checkpoint(inventory: Inventory, checkpoint: Checkpoint) -> dict[str, Source]:
     """Return a source for every tensor, by its first name, having compared all headers.
 
-    A tensor that the checkpoint names under any of its tied names comes from there. A buffer that it
-    lacks comes from the module.
+    A tensor that the checkpoint names under any of its tied names comes from there. A buffer that
+    it lacks comes from the module.
 
     Raises:
         CheckpointError: A tensor is missing, unknown, or has another shape or dtype; names them all
@@ -129,7 +130,8 @@ def prove_checkpoint(inventory: Inventory, checkpoint: Checkpoint) -> dict[str, 
         problems.append(f"{_listed(unknown)} in it but not in the model")
     if lost_buffers:
         problems.append(
-            f"{_listed(lost_buffers)} on meta and never in a checkpoint (non-persistent buffers): build "
+            f"{_listed(lost_buffers)} on meta and never in a checkpoint (non-persistent buffers): "
+            "build "
             "the model with its buffers real, for example under accelerate.init_empty_weights()"
         )
     if problems:
@@ -145,7 +147,8 @@ def _compare(item: Owned, keys: Sequence[str], checkpoint: Checkpoint) -> list[s
         stored = checkpoint.tensors[key]
         if tuple(stored.shape) != tuple(item.tensor.shape):
             problems.append(
-                f"{key!r} has shape {tuple(stored.shape)}, the model wants {tuple(item.tensor.shape)}"
+                f"{key!r} has shape {tuple(stored.shape)}, the model wants "
+                f"{tuple(item.tensor.shape)}"
             )
         first = checkpoint.tensors[keys[0]]
         if stored.dtype != first.dtype:
@@ -155,7 +158,8 @@ def _compare(item: Owned, keys: Sequence[str], checkpoint: Checkpoint) -> list[s
         # A parameter on meta takes the dtype on disk; one with values keeps its own.
         if not item.tensor.is_meta and stored.dtype != item.tensor.dtype:
             problems.append(
-                f"{key!r} is {stored.dtype}, the model's own tensor is {item.tensor.dtype}: convert one "
+                f"{key!r} is {stored.dtype}, the model's own tensor is {item.tensor.dtype}: "
+                "convert one "
                 "of them, or build the model on meta to take the checkpoint's dtype"
             )
     return problems

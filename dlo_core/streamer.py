@@ -1,4 +1,4 @@
-"""The streamer: when a model's blocks are filled, bound and given back around the user's forward."""
+"""The streamer: when blocks are filled, bound and given back around the user's forward."""
 
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ class Streamer:
             raise UseError(f"the model cannot be used: {self._closed}")
         if self._pool.failure is not None:
             raise UseError(
-                f"the offload failed earlier and is closed ({self._pool.failure}); call shutdown() and "
+                f"the offload failed earlier and is closed ({self._pool.failure}); call "
+                "shutdown() and "
                 "offload again"
             ) from self._pool.failure
 
@@ -144,7 +145,8 @@ class Streamer:
     def _enter(self) -> None:
         if not self._pool.lock.acquire(blocking=False):
             raise UseError(
-                "busy: another thread is inside the model (or one that shares its slots); an offloaded "
+                "busy: another thread is inside the model (or one that shares its slots); an "
+                "offloaded "
                 "model runs one forward at a time: use a lock or one offload a thread"
             )
         try:
@@ -193,15 +195,14 @@ class Streamer:
         except Exception as error:
             self._fail(str(error) or type(error).__name__, block, fill, error)
 
-    def _fail(
-        self, text: str, block: int, fill: int, cause: Exception | None = None
-    ) -> NoReturn:
+    def _fail(self, text: str, block: int, fill: int, cause: Exception | None = None) -> NoReturn:
         name = self.names[block] if block >= 0 else self.names[0]
         fill = fill if fill >= 0 else self.tape.issued
         lower = text.lower()
         late = isinstance(cause, TimeoutError) or "timed out" in lower or "timeout" in lower
         failure = (FillTimeout if late else FillError)(
-            f"rank {self._rank}: block {name!r} could not be loaded (fill {fill}): {text}; the offload "
+            f"rank {self._rank}: block {name!r} could not be loaded (fill {fill}): {text}; the "
+            "offload "
             "is closed on this rank: call shutdown() and offload again",
             rank=self._rank,
             block=name,
@@ -216,7 +217,8 @@ class Streamer:
         for tensor in _tensors_in((*args, *kwargs.values())):
             if tensor.requires_grad:
                 raise UseError(
-                    "offloaded weights have no gradients, but an argument requires one and grad mode is "
+                    "offloaded weights have no gradients, but an argument requires one and grad "
+                    "mode is "
                     "on; call the model under torch.inference_mode() or torch.no_grad()"
                 )
 

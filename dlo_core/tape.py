@@ -7,8 +7,10 @@ A model's blocks in ring order, for ever: fill number ``k`` loads block ``order[
 order; where nothing is gathered, skipped fills are not made. The end of a pass makes the fills
 that this rank's forward did not ask for, so a skipped tail or an exception strands nobody.
 
-Always ``base <= pos <= issued``: the pass began at ``base``, the cursor is at ``pos``, the fills below
-``issued`` are queued. The rules survived random programs with skips, repeats, reorders, exceptions and
+Always ``base <= pos <= issued``: the pass began at ``base``, the cursor is at ``pos``, the fills
+below
+``issued`` are queued. The rules survived random programs with skips, repeats, reorders, exceptions
+and
 two models on one to three ranks (``tests/test_tape_random.py``); change them only with that test.
 """
 
@@ -122,8 +124,10 @@ class Tape:
         """
         if self._pool.busy:
             raise UseError(
-                "busy: the model was called while one of its blocks computes (from inside a block, or "
-                "while a model with the same slots is inside one); call it outside of its blocks, or "
+                "busy: the model was called while one of its blocks computes (from inside a "
+                "block, or "
+                "while a model with the same slots is inside one); call it outside of its blocks, "
+                "or "
                 "offload the two models separately"
             )
         if self.open:

@@ -40,8 +40,8 @@ class Span:
 def spans(offload: Any) -> tuple[Span, ...]:
     """Return the spans of the last pass of an enabled ``LayerwiseOffload``, by their start.
 
-    The fills are the blocks' latest ones: those of the first blocks belong to the next pass. Work that is
-    still under way is left out.
+    The fills are the blocks' latest ones: those of the first blocks belong to the next pass. Work
+    that is still under way is left out.
     """
     engine = offload.engine
     found = [] if engine is None else [s for t in engine.streamers for s in _spans(engine, t)]
@@ -68,7 +68,9 @@ def _spans(engine: Engine, streamer: Streamer) -> Iterator[Span]:
 def collect_stats(engine: Engine, rank: int) -> Stats:
     """Return the statistics of ``engine`` on ``rank``."""
     exposed = {
-        number: _elapsed(engine.blocks[number].times.wait_start, engine.blocks[number].times.wait_end)
+        number: _elapsed(
+            engine.blocks[number].times.wait_start, engine.blocks[number].times.wait_end
+        )
         for streamer in engine.streamers
         for number in streamer.last_waited
     }

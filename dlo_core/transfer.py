@@ -1,8 +1,8 @@
 """Transfers: how a block's bytes get into its slot, and the events that order it.
 
 [Note: two events]
-Every buffer that streams write in turn, slot and stage alike, has two events: *filled* (the bytes are
-there) and *drained* (nobody reads them any more). They order everything:
+Every buffer that streams write in turn, slot and stage alike, has two events: *filled* (the bytes
+are there) and *drained* (nobody reads them any more). They order everything:
 
 - copy k      waits stage.drained,               records stage.filled
 - gather k    waits stage.filled, slot.drained,  records stage.drained, slot.filled

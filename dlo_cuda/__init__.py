@@ -19,6 +19,6 @@ def dlo_backend(device: str) -> Backend:
     Raises:
         BackendError: This torch or this machine has no CUDA device like that.
     """
-    from dlo_cuda.backend import make_backend  # noqa: PLC0415 - late on purpose
+    from dlo_cuda.backend import make_backend
 
     return make_backend(device)

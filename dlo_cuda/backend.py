@@ -19,7 +19,8 @@ def make_backend(device: str) -> AcceleratorBackend:
     """
     if torch.version.cuda is None:
         raise BackendError(
-            f"device {device!r}: torch {torch.__version__} is not built for CUDA; install a build of torch "
+            f"device {device!r}: torch {torch.__version__} is not built for CUDA; install a build "
+            "of torch "
             "for your CUDA version"
         )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -27,7 +28,8 @@ def make_backend(device: str) -> AcceleratorBackend:
     number = int(index) if index.isdecimal() else None
     if count == 0:
         raise BackendError(
-            f"device {device!r}: torch sees no CUDA device (driver missing, or CUDA_VISIBLE_DEVICES "
+            f"device {device!r}: torch sees no CUDA device (driver missing, or "
+            "CUDA_VISIBLE_DEVICES "
             "hides them)"
         )
     if (index and number is None) or (number is not None and number >= count):

@@ -157,7 +157,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 
 def assert_restored(model: nn.Module, before: dict[str, Any]) -> None:
-    """Check objects, dtypes, strides, flags and bits against a snapshot; and that no hook stayed."""
+    """Check objects, dtypes, strides, flags and bits against a snapshot; no hook may stay."""
     after = snapshot(model)
     assert after.keys() == before.keys()
     for name, (identity, dtype, stride, grad, value) in before.items():
