@@ -13,7 +13,7 @@ block, rebuilt by all-gather on the device::
 import logging
 
 from dlo_core._version import __version__
-from dlo_core.api import LayerwiseOffload, offload, offloaded
+from dlo_core.api import offload, offloaded
 from dlo_core.config import OffloadConfig
 from dlo_core.errors import (
     AgreementError,
@@ -29,6 +29,7 @@ from dlo_core.errors import (
     UseError,
 )
 from dlo_core.interface import Backend, Capabilities
+from dlo_core.layerwise import LayerwiseOffload
 from dlo_core.plan import Footprint
 from dlo_core.progress import LoadProgress
 from dlo_core.registry import hookimpl

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dlo_core.agreement import Agreement
     from dlo_core.config import OffloadConfig
     from dlo_core.interface import Backend, Collective
-    from dlo_core.plan import Footprint, ModelPlan
+    from dlo_core.plan import ModelPlan
     from dlo_core.slots import Slot
 
 __all__ = ["Engine"]
@@ -53,7 +53,6 @@ class Engine:
         *,
         backend: Backend,
         collective: Collective,
-        footprint: Footprint,
         digest: bytes,
         progress: bool | Callable[[LoadProgress], None],
     ) -> None:

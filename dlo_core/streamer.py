@@ -56,7 +56,7 @@ class Streamer:
         self._transfer = transfer
         self._pool = pool
         self._rank = rank
-        self._waited: list[int] = []
+        self._waited: dict[int, None] = {}
         self._depth = [0] * len(self.names)
         self._closed: str | None = None
 
@@ -96,12 +96,12 @@ class Streamer:
     def begin_pass(self) -> None:
         """Open a pass; the caller holds the pool's lock."""
         self._guard(self.tape.begin_pass)
-        self._waited = []
+        self._waited = {}
         self._transfer.mark(self.pass_start)
 
     def end_pass(self) -> None:
         """Close the pass, unless the offload failed: then there is nothing to wait for."""
-        self.last_waited = tuple(dict.fromkeys(self._waited))
+        self.last_waited = tuple(self._waited)
         if self._pool.failure is None and self._closed is None:
             self._guard(self.tape.end_pass)
 
@@ -171,7 +171,7 @@ class Streamer:
             self.tape.after(slot)
             raise
         self._depth[block] += 1
-        self._waited.append(number)
+        self._waited[number] = None
         return slot
 
     def _after(self, block: int, slot: Slot) -> None:

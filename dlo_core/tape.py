@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Agree", "Filler", "Tape", "agreed_order"]
 
+# A first pass longer than so many turns teaches no order.
+_MOST_TURNS = 64
+
 
 class Filler(Protocol):
     """What the tape asks of a transfer."""
@@ -155,7 +158,9 @@ class Tape:
         if not self.open:
             self.begin_pass()
         if self._calls is not None and (not self._calls or self._calls[-1] != block):
-            self._calls.append(block)
+            # An engine that never ends its first pass must not fill the memory.
+            if len(self._calls) < _MOST_TURNS * self.n:
+                self._calls.append(block)
         fill = self._find(block)
         if fill >= self.pos:
             self.pos = fill + 1
@@ -209,7 +214,7 @@ class Tape:
     def _learn(self, calls: list[int]) -> None:
         """Take the order of the first pass, if the ranks agree on one."""
         self._calls = None
-        seen_all = self._all_blocks.issubset(calls)
+        seen_all = self._all_blocks.issubset(calls) and len(calls) < _MOST_TURNS * self.n
         order, last = self._agree(tuple(calls) if seen_all else (), self.issued)
         if order is not None and order != self.order:
             if self._filler.gathers:
@@ -245,19 +250,27 @@ class Tape:
             self.end_pass()
 
     def _issue_to(self, end: int) -> None:
-        while self.issued < end and not self.slot(self.issued).bound:
-            fill = self.issued
-            self.issued += 1
-            slot, block = self.slot(fill), self.block(fill)
-            if self._keeps(slot, block):
-                slot.fill = fill
-                self.num_skipped += 1
-                continue
-            slot.tape, slot.fill = self, fill
-            self.num_fills += 1
-            self._filler.fill(slot, block, fill)
-            if self.n > self.depth:
-                self._filler.copy_ahead(self.block(fill + 1), fill + 1)
+        try:
+            while self.issued < end and not self.slot(self.issued).bound:
+                self._issue()
+        except BaseException as error:
+            # An interrupt, too: how much of the fill is queued is unknown, so the tape is over.
+            self._pool.failure = error
+            raise
+
+    def _issue(self) -> None:
+        fill = self.issued
+        self.issued += 1
+        slot, block = self.slot(fill), self.block(fill)
+        if self._keeps(slot, block):
+            slot.fill = fill
+            self.num_skipped += 1
+            return
+        slot.tape, slot.fill = self, fill
+        self.num_fills += 1
+        self._filler.fill(slot, block, fill)
+        if self.n > self.depth:
+            self._filler.copy_ahead(self.block(fill + 1), fill + 1)
 
     def _keeps(self, slot: Slot, block: int) -> bool:
         """Return whether the slot holds the block already, on every rank alike."""

@@ -65,8 +65,8 @@ def _spans(engine: Engine, streamer: Streamer) -> Iterator[Span]:
                 yield Span(lane, name, begin, begin + length)
 
 
-def collect_stats(engine: Engine, rank: int) -> Stats:
-    """Return the statistics of ``engine`` on ``rank``."""
+def collect_stats(engine: Engine) -> Stats:
+    """Return the statistics of ``engine`` on this rank."""
     exposed = {
         number: _elapsed(
             engine.blocks[number].times.wait_start, engine.blocks[number].times.wait_end

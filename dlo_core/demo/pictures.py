@@ -88,6 +88,7 @@ def write_timeline(spans: Sequence[Span], path: Path) -> None:
     axes.text(end, -0.44, "end of the pass ", fontsize=8, color="0.35", ha="right", va="center")
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_xlim(left=min([0.0, *(span.start_ms for span in spans)]))
     axes.set_xlabel("milliseconds from the start of the pass")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -129,7 +130,8 @@ def block_colors(spans: Iterable[Span]) -> dict[str, Any]:
 
 def draw_span(axes: Any, row: int, span: Span, *, color: Any) -> None:
     width = max(span.end_ms - span.start_ms, FEWEST_MS)
-    axes.barh(row, width, left=span.start_ms, height=0.62, color=color, edgecolor="white", lw=0.6)
+    # The edge keeps a span visible that is thinner than a pixel.
+    axes.barh(row, width, left=span.start_ms, height=0.62, color=color, edgecolor=color, lw=0.9)
 
 
 def draw_wait(axes: Any, span: Span) -> None:

@@ -58,7 +58,8 @@ def demo(ranks: int, depth: int, use_allgather: bool, out: Path, json: bool) -> 
     try:
         results = run_with_progress(job, console)
     except RankError as error:
-        for text in error.tracebacks:
+        # Ranks that fail alike have the same traceback; once is enough.
+        for text in dict.fromkeys(error.tracebacks):
             errors.print(text, markup=False, style="dim")
         errors.print(f"dlo demo: {error}", markup=False, style="red")
         return FAILED
@@ -91,12 +92,13 @@ def check_options(ranks: int, depth: int, use_allgather: bool, out: Path) -> Job
 
 
 def introduction(job: Job) -> str:
-    """Return what is about to happen, in two lines."""
-    others = " and then ".join(f"in {mode} mode" for mode in job.streamed_modes)
+    """Return what is about to happen."""
+    who = "One rank draws" if job.ranks == 1 else f"{job.ranks} ranks draw"
+    modes = " and in ".join(job.streamed_modes)
     return (
-        f"Each of {job.ranks} rank(s) draws {job.num_images} digits with a trained diffusion "
-        f"transformer: first with all weights resident,\nthen {others}, with its blocks "
-        f"streamed through {job.depth} slots. Every image must be the same, bit for bit."
+        f"{who} {job.num_images} digits each with a trained diffusion transformer: first with all "
+        f"weights resident, then in {modes} mode, its blocks streaming through {job.depth} slots. "
+        "Every image must come out the same, bit for bit.\n"
     )
 
 

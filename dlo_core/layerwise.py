@@ -1,0 +1,401 @@
+"""The public object: ``LayerwiseOffload``, from the settings to ``shutdown``."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dlo_core.agreement import Agreement, GroupAgreement, LoneAgreement, check_member
+from dlo_core.config import OffloadConfig
+from dlo_core.errors import ConfigError, DloError, DloWarning, RestoreError, UseError
+from dlo_core.registry import resolve
+from dlo_core.startup import Request, Startup
+from dlo_core.trace import collect_stats
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from torch.distributed import ProcessGroup
+
+    from dlo_core.engine import Engine
+    from dlo_core.interface import Backend
+    from dlo_core.plan import Footprint
+    from dlo_core.startup import Blocks, Checkpoints, Progress
+    from dlo_core.stats import Stats
+
+__all__ = ["LayerwiseOffload", "agreement_of"]
+
+_logger = logging.getLogger("dlo")
+_SHUT_DOWN = (
+    "its offload was shut down and the weights were released; disable(to='meta') makes it a plain "
+    "module without values, which can be offloaded again with checkpoint="
+)
+
+
+class LayerwiseOffload:
+    """Streams the blocks of one or more models through a few slots on the device.
+
+    Models that are enabled together share the slots. As a context manager it disables at the end,
+    or shuts down after an exception.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        *,
+        device: str | torch.device | Backend,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        """Find the backend and agree with the ranks of ``group``, which must all call this.
+
+        Args:
+            config: The settings.
+            device: A device, or a backend.
+            group: The ranks that shard the weights; it says who takes part and never carries dlo's
+                traffic. None: this process alone.
+
+        Raises:
+            ConfigError: This process is not in ``group``, or the backend cannot honour a setting.
+            BackendError: There is no usable backend for ``device``.
+            AgreementError: A rank did not answer.
+        """
+        self._config = config
+        self._group = group
+        agreement = agreement_of(group, config.load_timeout_s)
+        self._agreement: Agreement | None = agreement
+        self._rank, self._size = agreement.rank, agreement.size
+        self._engine: Engine | None = None
+        self._models: tuple[nn.Module, ...] = ()
+        self._footprint: Footprint | None = None
+        self._shut_down = False
+        self._backend = self._find_backend(device, agreement)
+        if group is None and _world_size() > 1:
+            warnings.warn(
+                f"offload() without group= in a job of {_world_size()} ranks: every rank keeps all "
+                "of its weights on the host; pass group= to shard them",
+                DloWarning,
+                stacklevel=3,
+            )
+
+    @property
+    def config(self) -> OffloadConfig:
+        """The settings."""
+        return self._config
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+        return self._backend.device
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of that device."""
+        return self._backend
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The shard group as it was given."""
+        return self._group
+
+    @property
+    def rank(self) -> int:
+        """Rank in the shard group."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the shard group."""
+        return self._size
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Dotted names of the streamed blocks, in registration order, model after model."""
+        if self._engine is None:
+            return ()
+        return tuple(layout.name for layout in self._engine.layouts)
+
+    @property
+    def footprint(self) -> Footprint:
+        """The bytes that the offload takes, predicted from layouts alone.
+
+        Raises:
+            UseError: Nothing was enabled yet.
+        """
+        if self._footprint is None:
+            raise UseError("footprint is known once enable() was called")
+        return self._footprint
+
+    @property
+    def engine(self) -> Engine | None:
+        """The running parts, or None; internal."""
+        return self._engine
+
+    def enable(
+        self,
+        *models: nn.Module,
+        checkpoint: Checkpoints = None,
+        blocks: Blocks = None,
+        progress: Progress = False,
+    ) -> LayerwiseOffload:
+        """Offload ``models``: all ranks succeed, or all raise and every model is as it was.
+
+        Args:
+            models: One or more; they share the slots.
+            checkpoint: Path of a safetensors file, folder or index with the weights, one a model (a
+                sequence for several); None: the models' own values.
+            blocks: Names of the containers of blocks in run order, or a function from the model to
+                its
+                blocks; None: the model's own declaration, else found.
+            progress: True for a bar on a terminal, or a function that is given ``LoadProgress``; an
+                exception from it cancels on every rank.
+
+        Raises:
+            ConfigError: A setting or a model cannot be honoured.
+            CheckpointError: A checkpoint is damaged or does not fit.
+            HostMemoryError: Host memory cannot be had.
+            AgreementError: The ranks differ, or one did not answer.
+        """
+        problem = self._why_not_enable()
+        if self._shut_down:
+            raise UseError("this offload was shut down; make a new one")
+        agreement = self._agreement = self._agreement or agreement_of(
+            self._group, self._config.load_timeout_s
+        )
+        startup = Startup(
+            self._config, backend=self._backend, group=self._group, agreement=agreement
+        )
+        request = Request(models, checkpoint, blocks, progress)
+        engine, self._footprint = startup.run(request, problem)
+        engine.commit(self)
+        self._models = models
+        self._engine = engine
+        self._log_enabled()
+        return self
+
+    def disable(self, to: str = "cpu") -> None:
+        """Make the models plain modules again, with the same Parameter objects, dtypes and strides.
+
+        In gather mode without a checkpoint all ranks must call it: the values come from the next
+        turn of the tape. Otherwise it is local. Does nothing when nothing is enabled.
+
+        Args:
+            to: ``"cpu"``, or ``"meta"`` for modules without values.
+
+        Raises:
+            ConfigError: ``to`` is something else.
+            RestoreError: The values cannot be had; the placeholders stay and say why.
+        """
+        if to not in ("cpu", "meta"):
+            raise ConfigError(f"disable(to=...) must be 'cpu' or 'meta'; got {to!r}")
+        engine = self._engine
+        if engine is None:
+            return
+        if self._shut_down and to != "meta":
+            raise RestoreError(f"the weights cannot be given back: {_SHUT_DOWN}")
+        if not self._shut_down:
+            self._restore(engine, to)
+            engine.release("the offload was disabled")
+            self._close_agreement()
+        else:
+            engine.detach()
+        self._engine = None
+        names = ", ".join(type(model).__name__ for model in self._models)
+        self._models = ()
+        _logger.info(
+            "disabled %s%s; weights are on %s", names, self._where(), to, extra=self._extra
+        )
+
+    def shutdown(self) -> None:
+        """Release all memory without restoring and without a collective; safe to call twice.
+
+        Afterwards the models raise when they are called; ``disable(to="meta")`` makes them plain.
+        """
+        if self._engine is not None and not self._shut_down:
+            self._engine.release(_SHUT_DOWN)
+            _logger.info("shut down%s", self._where(), extra=self._extra)
+        self._shut_down = True
+        self._close_agreement()
+
+    def refresh(self) -> None:
+        """Accept modules and tensors that appeared in or vanished from the models; place new ones.
+
+        New tensors go to the device and stay there. Call it between passes, on every rank that
+        changed its model.
+
+        Raises:
+            UseError: Nothing is enabled, or a block computes now.
+            ConfigError: A new tensor cannot be handled.
+        """
+        self._running().refresh()
+
+    def run_pass(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Return a context that is one pass, for engines that call blocks and not the root.
+
+        With nothing in it, it is an idle pass: in gather mode this rank serves its shards to the
+        others.
+
+        Args:
+            model: Which model, where several are enabled; None: the only one.
+
+        Raises:
+            UseError: Nothing is enabled.
+            ConfigError: The model is not one of the enabled ones, or must be named.
+        """
+        engine = self._running()
+        if model is None and len(self._models) > 1:
+            raise ConfigError("run_pass() must be told which of the enabled models it is for")
+        for streamer, mine in zip(engine.streamers, self._models, strict=True):
+            if model is None or mine is model:
+                return streamer.run_pass()
+        raise ConfigError(f"this {type(model).__name__} is not one of the enabled models")
+
+    def stats(self) -> Stats:
+        """Return what is held, moved and waited for; reads the last pass's timing events.
+
+        Raises:
+            UseError: Nothing is enabled.
+        """
+        return collect_stats(self._running())
+
+    def __enter__(self) -> LayerwiseOffload:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Disable; after an exception shut down, which enters no collective."""
+        if kind is None:
+            self.disable()
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        """Show the state."""
+        if self._shut_down:
+            state = "shut down"
+        elif self._engine is None:
+            state = "not enabled"
+        else:
+            failure = self._engine.pool.failure
+            names = ", ".join(type(model).__name__ for model in self._models)
+            state = f"failed: {failure}" if failure else f"{names}, {len(self.blocks)} blocks"
+        mode = "gather" if self._gathers else "rank-local"
+        return (
+            f"LayerwiseOffload({state}, device={str(self.device)!r}, {mode}, rank {self.rank} of "
+            f"{self.size}, depth={self._config.depth})"
+        )
+
+    @property
+    def _gathers(self) -> bool:
+        return self._config.use_allgather and self._size > 1
+
+    @property
+    def _extra(self) -> dict[str, int]:
+        return {"rank": self.rank}
+
+    def _where(self) -> str:
+        return f" on rank {self.rank} of {self.size}" if self.size > 1 else ""
+
+    def _running(self) -> Engine:
+        if self._engine is None or self._shut_down:
+            state = "was shut down" if self._shut_down else "is not enabled"
+            raise UseError(f"this offload {state}")
+        return self._engine
+
+    def _find_backend(self, device: str | torch.device | Backend, agreement: Agreement) -> Backend:
+        backend: Backend | None = None
+        problem: BaseException | None = None
+        try:
+            backend = resolve(device)
+            if self._config.host == "pinned" and not backend.capabilities.pinned_memory:
+                raise ConfigError(
+                    f"host='pinned' cannot be had: the backend {backend.name!r} has no pinned "
+                    "memory; use host=None or 'pageable'"
+                )
+        # Every rank must hear of it, whatever it is.
+        except BaseException as error:
+            problem = error
+        try:
+            agreement.vote(problem, "offload()")
+        except BaseException:
+            agreement.close()
+            raise
+        assert backend is not None
+        return backend
+
+    def _close_agreement(self) -> None:
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            agreement.close()
+
+    def _why_not_enable(self) -> ConfigError | None:
+        if self._engine is None:
+            return None
+        return ConfigError("this offload is enabled already; disable() first, or make another one")
+
+    def _restore(self, engine: Engine, to: str) -> None:
+        try:
+            engine.restore(to)
+        except (DloError, RuntimeError, MemoryError) as error:
+            raise RestoreError(
+                f"the weights cannot be given back{self._where()}: {error}; the model keeps its "
+                "placeholders: repair the cause and call disable() again, or shutdown() and load "
+                "anew"
+            ) from error
+
+    def _log_enabled(self) -> None:
+        print_ = self._footprint
+        assert print_ is not None
+        mode = (
+            f"gather mode, rank {self.rank} of {self.size}" if self._gathers else "rank-local mode"
+        )
+        _logger.info(
+            "enabled %s in %s: %d blocks, %d bytes; device %d bytes (slots %d, stages %d, "
+            "remainder %d), "
+            "host %d bytes",
+            ", ".join(type(model).__name__ for model in self._models),
+            mode,
+            len(self.blocks),
+            print_.blocks_nbytes,
+            print_.device_nbytes,
+            print_.slots_nbytes,
+            print_.stages_nbytes,
+            print_.remainder_nbytes,
+            print_.host_nbytes,
+            extra=self._extra,
+        )
+        assert self._engine is not None
+        if self._gathers and any(plan.checkpoint is None for plan in self._engine.plans):
+            _logger.info(
+                "disable() will need all %d ranks: there is no checkpoint to restore from",
+                self.size,
+                extra=self._extra,
+            )
+
+
+def agreement_of(group: ProcessGroup | None, timeout_s: float) -> Agreement:
+    """Return how the ranks of ``group`` agree; all of them must call this.
+
+    Raises:
+        ConfigError: This process is not in ``group``.
+        AgreementError: A rank did not come within ``timeout_s``.
+    """
+    if group is None:
+        return LoneAgreement()
+    member = check_member(group)
+    if dist.get_world_size(member) == 1:
+        return LoneAgreement()
+    return GroupAgreement(member, timeout_s)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -1,0 +1,224 @@
+"""The start: plan, agree, allocate, read and vote, all before a model is touched."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from dlo_core._version import __version__
+from dlo_core.agreement import agree_on
+from dlo_core.collective import LoneCollective, new_group_of
+from dlo_core.engine import Engine
+from dlo_core.errors import AgreementError, ConfigError
+from dlo_core.hooks import offload_of
+from dlo_core.plan import Footprint, ModelPlan, plan_model, predict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from dlo_core.agreement import Agreement
+    from dlo_core.config import OffloadConfig
+    from dlo_core.interface import Backend, Collective
+    from dlo_core.progress import LoadProgress
+
+    Path = str | os.PathLike[str]
+    Checkpoints = Path | Sequence[Path | None] | None
+    Blocks = Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]] | None
+    Progress = bool | Callable[[LoadProgress], None]
+
+__all__ = ["Request", "Startup"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What ``enable`` was asked for."""
+
+    models: tuple[nn.Module, ...]
+    checkpoint: Checkpoints
+    blocks: Blocks
+    progress: Progress
+
+
+class Startup:
+    """Brings an engine up, on every rank or on none."""
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        *,
+        backend: Backend,
+        group: ProcessGroup | None,
+        agreement: Agreement,
+    ) -> None:
+        """Take the parts that the offload has already."""
+        self._config = config
+        self._backend = backend
+        self._group = group
+        self._agreement = agreement
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the weights are sharded over the group."""
+        return self._config.use_allgather and self._agreement.size > 1
+
+    def run(self, request: Request, problem: BaseException | None) -> tuple[Engine, Footprint]:
+        """Return an engine that is ready to commit, and its footprint.
+
+        Args:
+            request: What to offload.
+            problem: What this rank knows already to be wrong; every rank then raises.
+
+        Raises:
+            DloError: On every rank, when anything is wrong on any; nothing is left behind.
+        """
+        plans: list[ModelPlan] = []
+        try:
+            if problem is None:
+                self._plan(request, plans)
+        # Every rank must hear of it, whatever it is.
+        except BaseException as error:
+            problem = error
+        try:
+            self._agreement.vote(problem, "offload()")
+            digest = self._compare(plans)
+            footprint = predict(plans, self._config)
+            return self._build(plans, digest, request.progress), footprint
+        except BaseException:
+            for plan in plans:
+                if plan.checkpoint is not None:
+                    plan.checkpoint.close()
+            raise
+
+    def _plan(self, request: Request, plans: list[ModelPlan]) -> None:
+        """Append a plan for every model."""
+        models = request.models
+        if not models:
+            raise ConfigError("enable() needs at least one model")
+        for model in models:
+            _check_model(model)
+        if len({id(model) for model in models}) < len(models):
+            raise ConfigError("the same model was given twice")
+        _check_disjoint(models)
+        for model, path in zip(models, _one_each(request.checkpoint, len(models)), strict=True):
+            plans.append(
+                plan_model(
+                    model,
+                    self._config,
+                    blocks=request.blocks,
+                    checkpoint=path,
+                    size=self._agreement.size if self.gathers else 1,
+                    alignment=self._backend.capabilities.alignment,
+                    device_type=self._backend.name,
+                )
+            )
+
+    def _compare(self, plans: Sequence[ModelPlan]) -> bytes:
+        """Compare settings and layouts with all ranks; return the digest of the layouts.
+
+        In rank-local mode each rank's weights are its own affair; only the mode must be the same.
+        """
+        facts = {"dlo": __version__, "use_allgather": str(self._config.use_allgather)}
+        if self.gathers:
+            facts["device"] = self._backend.name
+            facts |= {name: str(value) for name, value in self._config.to_dict().items()}
+            for number, plan in enumerate(plans):
+                facts |= _facts_of(number, plan)
+        agree_on(self._agreement, facts, "offload()")
+        digest = hashlib.sha256()
+        for plan in plans:
+            digest.update(plan.digest())
+        return digest.digest()
+
+    def _build(self, plans: Sequence[ModelPlan], digest: bytes, progress: Progress) -> Engine:
+        """Allocate and read, prepare the commit, and vote on it."""
+        collective: Collective = LoneCollective()
+        engine: Engine | None = None
+        problem: BaseException | None = None
+        try:
+            if self.gathers:
+                collective = self._make_collective()
+            engine = Engine(
+                plans,
+                self._config,
+                backend=self._backend,
+                collective=collective,
+                digest=digest,
+                progress=progress,
+            )
+            engine.prepare(self._agreement)
+        # Every rank must hear of it, whatever it is.
+        except BaseException as error:
+            problem = error
+        try:
+            self._agreement.vote(problem, "loading")
+        except BaseException:
+            if engine is not None:
+                engine.discard()
+            collective.close()
+            raise
+        assert engine is not None
+        return engine
+
+    def _make_collective(self) -> Collective:
+        assert self._group is not None
+        try:
+            made = new_group_of(self._group, self._backend.comm_library, self._config.timeout_s)
+        except RuntimeError as error:
+            raise AgreementError(f"the group for the weights could not be made: {error}") from error
+        return self._backend.collective(made)
+
+
+def _facts_of(number: int, plan: ModelPlan) -> dict[str, str]:
+    facts = {f"blocks of model {number}": str(len(plan.layouts))}
+    for layout in plan.layouts:
+        key = f"layout of block {layout.name!r} of model {number}"
+        facts[key] = f"{layout.nbytes} bytes, {layout.digest().hex()[:12]}"
+    facts[f"all layouts of model {number}"] = plan.digest().hex()[:12]
+    return facts
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"offload() needs a torch.nn.Module; got {type(model).__name__}")
+    for path, module in model.named_modules():
+        if offload_of(module) is not None:
+            what = f"its submodule {path!r}" if path else "it"
+            raise ConfigError(
+                f"{type(model).__name__} cannot be offloaded: {what} is offloaded already (or was "
+                "shut down); call dlo_core.offloaded(model).disable() first"
+            )
+
+
+def _check_disjoint(models: Sequence[nn.Module]) -> None:
+    seen: dict[int, str] = {}
+    for number, model in enumerate(models):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            first = seen.setdefault(id(tensor), f"{number}:{name}")
+            if not first.startswith(f"{number}:"):
+                other = first.partition(":")[2]
+                raise ConfigError(
+                    f"{name!r} of model {number} is also {other!r} of another model; models that "
+                    "share tensors cannot be offloaded together: offload one, or untie them"
+                )
+
+
+def _one_each(checkpoint: Checkpoints, count: int) -> list[Path | None]:
+    if checkpoint is None:
+        return [None] * count
+    if isinstance(checkpoint, str | os.PathLike):
+        if count > 1:
+            raise ConfigError(
+                f"{count} models need a sequence of {count} checkpoints; got one path "
+                f"{str(checkpoint)!r}"
+            )
+        return [checkpoint]
+    paths = list(checkpoint)
+    if len(paths) != count:
+        raise ConfigError(f"{count} models need {count} checkpoints; got {len(paths)}")
+    return paths
