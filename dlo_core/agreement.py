@@ -128,7 +128,7 @@ class GroupAgreement(Agreement):
     def _arrive(self) -> str:
         """Tell the store that this rank came to the next exchange."""
         step = f"{self._prefix}/{next(self._steps)}"
-        self._store.set(f"{step}/{self.rank}", b"1")
+        self._store.set(f"{step}/{self.rank}", "1")
         return step
 
     def _nobody(self, step: str, what: str, error: Exception) -> AgreementError:

@@ -32,7 +32,9 @@ class Placeholder(torch.Tensor):
     dlo_reason: str
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, spec: TensorSpec, device: torch.device) -> Placeholder:
+    def __new__(
+        cls: type[Placeholder], like: torch.Tensor, spec: TensorSpec, device: torch.device
+    ) -> Placeholder:
         """Make a placeholder for ``like``, as ``spec`` lays it out, on ``device``."""
         with torch.inference_mode(False):
             made: Placeholder = torch.Tensor._make_wrapper_subclass(
@@ -46,13 +48,13 @@ class Placeholder(torch.Tensor):
         made.dlo_name = spec.name
         made.dlo_reason = "its block streams and does not compute now"
         if isinstance(like, nn.Parameter):
-            made._is_param = True  # type: ignore[attr-defined]
+            made._is_param = True
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
         """Raise: the values are not here."""
@@ -69,8 +71,8 @@ class Placeholder(torch.Tensor):
             f"it on the device with resident=({owner!r},), or disable() first"
         )
 
-    @property
-    def data(self) -> NoReturn:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def data(self) -> NoReturn:
         """Raise: the values are not here."""
         self._refuse(".data")
 
@@ -102,7 +104,7 @@ class Placeholder(torch.Tensor):
         """Raise: a pickle would have no values."""
         self._refuse("pickle")
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show what it stands for."""
         return f"Placeholder({self.dlo_name!r}, {tuple(self.shape)}, {self.dtype}, {self.device})"
 

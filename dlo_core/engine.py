@@ -126,7 +126,7 @@ class Engine:
                 range(first, first + count),
                 self.pool,
                 self.transfer,
-                agree=_agree_over(agreement) if self.transfer.gathers else _agree_alone,
+                agree=_AgreeOver(agreement) if self.transfer.gathers else _agree_alone,
                 name=name,
             )
             bindings = [
@@ -312,11 +312,13 @@ def _agree_alone(calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] |
     return agreed_order([calls]), issued
 
 
-def _agree_over(
-    agreement: Agreement,
-) -> Callable[[tuple[int, ...], int], tuple[tuple[int, ...] | None, int]]:
-    def agree(calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] | None, int]:
-        answers = agreement.exchange((calls, issued), "the ring order after the first pass")
-        return agreed_order([calls for calls, _ in answers]), max(last for _, last in answers)
+class _AgreeOver:
+    """The exchange of run lists over the control group."""
 
-    return agree
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+
+    def __call__(self, calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] | None, int]:
+        mine = (calls, issued)
+        answers = self._agreement.exchange(mine, "the ring order after the first pass")
+        return agreed_order([calls for calls, _ in answers]), max(last for _, last in answers)

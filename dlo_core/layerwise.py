@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from dlo_core.agreement import Agreement, GroupAgreement, LoneAgreement, check_member
-from dlo_core.config import OffloadConfig
 from dlo_core.errors import ConfigError, DloError, DloWarning, RestoreError, UseError
 from dlo_core.registry import resolve
 from dlo_core.startup import Request, Startup
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from dlo_core.config import OffloadConfig
     from dlo_core.engine import Engine
     from dlo_core.interface import Backend
     from dlo_core.plan import Footprint

@@ -117,23 +117,6 @@ def plan_model(
         raise ConfigError(f"offload() needs a torch.nn.Module; got {type(model).__name__}")
     found = find_blocks(model, blocks)
     opened = None if checkpoint is None else _open(model, checkpoint, config)
-    try:
-        return _plan(model, config, found, opened, size, alignment, device_type)
-    except BaseException:
-        if opened is not None:
-            opened.close()
-        raise
-
-
-def _plan(
-    model: nn.Module,
-    config: OffloadConfig,
-    found: tuple[FoundBlock, ...],
-    opened: Checkpoint | None,
-    size: int,
-    alignment: int,
-    device_type: str,
-) -> ModelPlan:
     inventory = take_inventory(
         model,
         found,

@@ -79,7 +79,7 @@ class Pool:
     stages: tuple[Stage, ...] = ()
     owner: Any = None
     failure: BaseException | None = None
-    lock: threading.RLock = field(default_factory=threading.RLock)  # type: ignore[valid-type]
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod
     def allocate(
@@ -122,7 +122,8 @@ class Pool:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(part.buffer.nbytes for part in (*self.slots, *self.stages))
+        buffers = [part.buffer for part in self.slots] + [part.buffer for part in self.stages]
+        return sum(buffer.nbytes for buffer in buffers)
 
     def release(self) -> None:
         """Let the buffers go; work that is under way keeps its own alive."""

@@ -7,7 +7,7 @@ and dtypes, ties, and buffers that no checkpoint has.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -68,16 +68,21 @@ class StoredTensor:
     def read(self, spec: TensorSpec, start: int, stop: int, out: torch.Tensor) -> None:
         """Read just these bytes; a tensor that is not row-major is read whole and laid out."""
         if spec.row_major:
-            self.checkpoint.read(self.key, start, stop, memoryview(out.numpy()))
+            self.checkpoint.read(self.key, start, stop, _memory(out))
             return
         with torch.inference_mode(False), torch.no_grad():
             stored = self.checkpoint.tensors[self.key]
             whole = torch.empty(stored.nbytes, dtype=torch.uint8)
-            self.checkpoint.read(self.key, 0, stored.nbytes, memoryview(whole.numpy()))
+            self.checkpoint.read(self.key, 0, stored.nbytes, _memory(whole))
             dense = whole.view(spec.dtype).view(spec.shape)
             laid = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
             laid.copy_(dense)
             move_bytes(out, bytes_of(laid, spec.nbytes)[start:stop])
+
+
+def _memory(run: torch.Tensor) -> memoryview:
+    array: Any = run.numpy()
+    return memoryview(array)
 
 
 def prove_module(inventory: Inventory) -> dict[str, Source]:

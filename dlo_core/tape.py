@@ -157,10 +157,8 @@ class Tape:
         """
         if not self.open:
             self.begin_pass()
-        if self._calls is not None and (not self._calls or self._calls[-1] != block):
-            # An engine that never ends its first pass must not fill the memory.
-            if len(self._calls) < _MOST_TURNS * self.n:
-                self._calls.append(block)
+        if self._calls is not None:
+            self._note_call(self._calls, block)
         fill = self._find(block)
         if fill >= self.pos:
             self.pos = fill + 1
@@ -175,6 +173,12 @@ class Tape:
         slot = self.slot(fill)
         slot.bound += 1
         return slot
+
+    def _note_call(self, calls: list[int], block: int) -> None:
+        repeated = bool(calls) and calls[-1] == block
+        # An engine that never ends its first pass must not fill the memory.
+        if not repeated and len(calls) < _MOST_TURNS * self.n:
+            calls.append(block)
 
     def after(self, slot: Slot) -> None:
         """Give a slot back that ``before`` returned."""

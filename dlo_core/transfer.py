@@ -130,14 +130,14 @@ class Transfer(ABC):
         self.copied_nbytes = 0
         self.gathered_nbytes = 0
 
-    def copy_ahead(self, block: int, fill: int) -> None:
+    def copy_ahead(self, block: int, fill: int) -> None:  # noqa: B027 - nothing to do by default
         """Queue the copy of a later fill into its stage, where there are stages."""
 
     @abstractmethod
     def fill(self, slot: Slot, block: int, fill: int) -> None:
         """Queue all steps of fill number ``fill``, which loads ``block`` into ``slot``."""
 
-    def forget_staged(self) -> None:
+    def forget_staged(self) -> None:  # noqa: B027 - nothing to do by default
         """Forget copies that wait in a stage for their gather."""
 
     def acquire(self, slot: Slot, block: int) -> None:

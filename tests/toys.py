@@ -37,7 +37,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Return x plus its transform."""
-        return x + self.linear(self.norm(x)) * scale
+        out: torch.Tensor = x + self.linear(self.norm(x)) * scale
+        return out
 
 
 class WideBlock(nn.Module):
@@ -50,7 +51,8 @@ class WideBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Return x plus its transform."""
-        return x + self.down(self.up(x).relu()) * scale
+        out: torch.Tensor = x + self.down(self.up(x).relu()) * scale
+        return out
 
 
 class AwkwardBlock(nn.Module):
@@ -110,7 +112,8 @@ class Toy(nn.Module):
         for number, block in enumerate(self.blocks):
             if number not in skip:
                 x = block(x)
-        return self.post(x)
+        out: torch.Tensor = self.post(x)
+        return out
 
 
 class OrderedToy(Toy):
@@ -126,7 +129,8 @@ class OrderedToy(Toy):
         for number in self.order:
             if number not in skip:
                 x = self.blocks[number](x)
-        return self.post(x)
+        out: torch.Tensor = self.post(x)
+        return out
 
 
 def make_toy(n: int = 4, seed: int = 0, dtype: torch.dtype | None = None) -> Toy:
