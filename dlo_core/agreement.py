@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from dlo_core.collective import new_group_of, release_group
+from dlo_core.collective import release_group
 from dlo_core.errors import AgreementError, ConfigError, DloError, FillError
+from dlo_core.rendezvous import MissingRanks, default_store, meet, new_group_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -42,6 +43,10 @@ class Agreement(ABC):
         Raises:
             AgreementError: A rank did not answer within the timeout.
         """
+
+    @abstractmethod
+    def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
+        """Return a new process group of the same ranks; all of them must call this."""
 
     @abstractmethod
     def close(self) -> None:
@@ -77,6 +82,14 @@ class LoneAgreement(Agreement):
         """Return the one value."""
         return [value]
 
+    def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
+        """Refuse: one rank needs no group.
+
+        Raises:
+            AgreementError: Always.
+        """
+        raise AgreementError("a lone rank has no process group")
+
     def close(self) -> None:
         """Do nothing."""
 
@@ -84,29 +97,38 @@ class LoneAgreement(Agreement):
 class GroupAgreement(Agreement):
     """The ranks of a control group."""
 
-    _made: ClassVar[dict[str, int]] = {}
-
     def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
         """Make a control group of the ranks of ``group``; all of them must come.
 
         Raises:
-            ConfigError: This process is not in ``group``.
             AgreementError: A rank did not come within ``timeout_s``.
         """
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._global_ranks = dist.get_process_group_ranks(group)
+        self.members = tuple(dist.get_process_group_ranks(group))
         self._timeout_s = timeout_s
         self._steps = itertools.count()
-        self._store = dist.distributed_c10d._get_default_store()
-        ranks = "-".join(map(str, self._global_ranks))
-        number = self._made[ranks] = self._made.get(ranks, -1) + 1
-        self._prefix = f"dlo/{ranks}/{number}"
+        self._groups = itertools.count()
+        self._store = default_store()
         self._group: ProcessGroup | None = None
-        step = self._arrive()
         try:
-            self._group = new_group_of(group, "gloo", timeout_s)
+            self._name = f"dlo-{meet(self._store, self.members, self.rank, timeout_s)}"
+            self._group = new_group_of(self.members, "gloo", timeout_s, f"{self._name}-control")
+        except MissingRanks as error:
+            raise self._nobody("offload()", error.ranks, error) from None
         except RuntimeError as error:
-            raise self._nobody(step, "offload()", error) from error
+            raise self._nobody("offload()", (), error) from error
+
+    def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
+        """Return a new process group of the same ranks; all of them must call this.
+
+        Raises:
+            AgreementError: They could not connect.
+        """
+        name = f"{self._name}-{next(self._groups)}"
+        try:
+            return new_group_of(self.members, comm_library, timeout_s, name)
+        except RuntimeError as error:
+            raise AgreementError(f"the group for the weights could not be made: {error}") from error
 
     def exchange(self, value: T, what: str) -> list[T]:
         """Return every rank's ``value``, in rank order."""
@@ -117,7 +139,7 @@ class GroupAgreement(Agreement):
         try:
             dist.all_gather_object(values, value, group=self._group)
         except (RuntimeError, ValueError) as error:
-            raise self._nobody(step, what, error) from error
+            raise self._nobody(what, self._missing(step), error) from error
         return values
 
     def close(self) -> None:
@@ -127,23 +149,23 @@ class GroupAgreement(Agreement):
 
     def _arrive(self) -> str:
         """Tell the store that this rank came to the next exchange."""
-        step = f"{self._prefix}/{next(self._steps)}"
+        step = f"dlo/{self._name}/{next(self._steps)}"
         self._store.set(f"{step}/{self.rank}", "1")
         return step
 
-    def _nobody(self, step: str, what: str, error: Exception) -> AgreementError:
+    def _missing(self, step: str) -> list[int]:
         try:
-            missing = [r for r in range(self.size) if not self._store.check([f"{step}/{r}"])]
+            return [r for r in range(self.size) if not self._store.check([f"{step}/{r}"])]
         except RuntimeError:
-            missing = []
-        names = ", ".join(f"{r} (global rank {self._global_ranks[r]})" for r in missing)
+            return []
+
+    def _nobody(self, what: str, missing: Sequence[int], error: Exception) -> AgreementError:
+        names = ", ".join(f"{rank} (global rank {self.members[rank]})" for rank in missing)
         who = f"rank {names} did not come to it" if missing else "a rank left in the middle of it"
         return AgreementError(
-            f"{what}: the ranks could not agree within {self._timeout_s:g} s; {who}. Every rank "
-            "of the "
-            "group must make the same dlo calls in the same order; look for an earlier error "
-            "there, "
-            f"or raise load_timeout_s if it is still loading ({error})"
+            f"{what}: the ranks could not agree within {self._timeout_s:g} s; {who}. Every rank of "
+            "the group must make the same dlo calls in the same order; look for an earlier error "
+            f"there, or raise load_timeout_s if it is still loading ({error})"
         )
 
     def __repr__(self) -> str:

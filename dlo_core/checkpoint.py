@@ -1,25 +1,42 @@
-"""A checkpoint: a safetensors file, a folder of them, or a Hugging Face index, read by ranges."""
+"""A checkpoint: the tensors of one or several safetensors files, read by byte ranges."""
 
 from __future__ import annotations
 
-import json
 import os
 import threading
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from dlo_core.errors import CheckpointError
-from dlo_core.safetensors_header import CheckpointTensor, read_header
+from dlo_core.checkpoint_files import find_files
+from dlo_core.errors import CheckpointError, ConfigError
+from dlo_core.safetensors_header import CheckpointTensor, SafetensorsFile, refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "CheckpointTensor"]
 
-_INDEX = ".safetensors.index.json"
-_FILE = ".safetensors"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _READ_NBYTES = 64 << 20
+
+
+class _Descriptor:
+    """An open file. It is closed when its last user lets go of it.
+
+    So a read in one thread never meets a descriptor that ``close()`` in another gave back and that
+    a third got for a file of its own.
+    """
+
+    __slots__ = ("number",)
+
+    def __init__(self, path: Path) -> None:
+        self.number = -1
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        """Close it."""
+        if self.number >= 0:
+            os.close(self.number)
 
 
 class Checkpoint:
@@ -30,13 +47,18 @@ class Checkpoint:
         tensors: By key.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, CheckpointTensor]) -> None:
-        """Take checked tensors; use ``open``."""
+    def __init__(self, path: Path, files: Sequence[SafetensorsFile]) -> None:
+        """Take checked files; use ``open``.
+
+        Raises:
+            CheckpointError: A key is in two of them.
+        """
         self.path = path
-        self.tensors = tensors
+        self.tensors: Mapping[str, CheckpointTensor] = MappingProxyType(_merge(path, files))
+        self._files = {file.path: file for file in files}
+        self._opened: dict[Path, _Descriptor] = {}
         self._bytes_read = 0
         self._lock = threading.Lock()
-        self._files: dict[Path, int] = {}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -46,18 +68,16 @@ class Checkpoint:
             path: A ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with either.
 
         Raises:
-            CheckpointError: Something is missing or damaged; names the file and the key.
+            CheckpointError: Something is missing, damaged or ambiguous; names the file and the key.
+            ConfigError: ``path`` is no path.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigError(
+                f"checkpoint= wants the path of a safetensors file, folder or index; got a "
+                f"{type(path).__name__}"
+            )
         where = Path(path)
-        if not where.exists():
-            raise CheckpointError(f"there is no checkpoint at {str(where)!r}")
-        if where.is_dir():
-            return cls(where, _from_folder(where))
-        if where.name.endswith(".json"):
-            return cls(where, _from_index(where))
-        if where.suffix in _PICKLES:
-            _refuse(where, "is a pickle; convert it to safetensors first")
-        return cls(where, read_header(where))
+        return cls(where, find_files(where))
 
     @property
     def bytes_read(self) -> int:
@@ -71,47 +91,65 @@ class Checkpoint:
             name: Key of the tensor.
             start: First byte, counted from the tensor's own.
             stop: End.
-            out: Writable bytes, ``stop - start`` of them.
+            out: Writable contiguous memory of ``stop - start`` bytes.
 
         Raises:
-            CheckpointError: The file cannot be read or has become shorter.
+            ConfigError: The tensor has no such bytes, or ``out`` another size.
+            CheckpointError: The file cannot be read, or it changed since ``open``; what is in
+                ``out`` then must not be used.
         """
-        tensor = self.tensors[name]
-        if not 0 <= start <= stop <= tensor.nbytes or len(out) != stop - start:
-            raise ValueError(f"{name!r} has {tensor.nbytes} bytes; asked for [{start}, {stop})")
-        done = 0
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise ConfigError(f"checkpoint {str(self.path)!r} has no {name!r}")
+        if not 0 <= start <= stop <= tensor.nbytes or out.nbytes != stop - start:
+            raise ConfigError(
+                f"{name!r} has {tensor.nbytes:,} bytes; asked for [{start:,}, {stop:,}) into "
+                f"{out.nbytes:,}"
+            )
+        if start == stop:
+            return
         try:
-            file = self._file(tensor.path)
-            while done < stop - start:
-                piece = out[done : done + _READ_NBYTES]
-                got = os.preadv(file, [piece], tensor.offset + start + done)
-                if got == 0:
-                    _refuse(
-                        tensor.path,
-                        f"ended inside {name!r}: it has become shorter since it was opened; "
-                        "nothing must "
-                        "write to a checkpoint while it is loaded",
-                    )
-                done += got
+            self._fill(tensor, tensor.offset + start, out.cast("B"))
         except OSError as error:
             raise CheckpointError(
                 f"cannot read {name!r} from {str(tensor.path)!r}: {error.strerror or error}"
             ) from error
         with self._lock:
-            self._bytes_read += done
+            self._bytes_read += stop - start
 
     def close(self) -> None:
-        """Close the files. Idempotent; a later ``read`` opens them again."""
+        """Close the files; a later ``read`` opens them again. Idempotent."""
         with self._lock:
-            files, self._files = self._files, {}
-        for file in files.values():
-            os.close(file)
+            self._opened.clear()
 
-    def _file(self, path: Path) -> int:
+    def _fill(self, tensor: CheckpointTensor, at: int, out: memoryview) -> None:
+        file = self._descriptor(tensor.path)
+        done = 0
+        while done < len(out):
+            got = os.preadv(file.number, [out[done : done + _READ_NBYTES]], at + done)
+            if got == 0:
+                refuse(
+                    tensor.path,
+                    f"ended {len(out) - done:,} bytes early: the file was truncated while it was "
+                    "in use; download it again and let nothing write to it",
+                    tensor.name,
+                )
+            done += got
+        # After the bytes were read, so that a change before or meanwhile is seen.
+        status, known = os.fstat(file.number), self._files[tensor.path]
+        if (status.st_size, status.st_mtime_ns) != (known.nbytes, known.mtime_ns):
+            refuse(
+                tensor.path,
+                f"was written to after the checkpoint was opened ({known.nbytes:,} bytes then, "
+                f"{status.st_size:,} now): its bytes may be others'; let nothing write to it",
+                tensor.name,
+            )
+
+    def _descriptor(self, path: Path) -> _Descriptor:
         with self._lock:
-            if path not in self._files:
-                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._files[path]
+            if path not in self._opened:
+                self._opened[path] = _Descriptor(path)
+            return self._opened[path]
 
     def __enter__(self) -> Checkpoint:
         """Return itself."""
@@ -121,87 +159,25 @@ class Checkpoint:
         """Close the files."""
         self.close()
 
-    def __del__(self) -> None:
-        """Close what was left open."""
-        self.close()
-
     def __repr__(self) -> str:
         """Show where it is and how much there is."""
         total = sum(tensor.nbytes for tensor in self.tensors.values())
-        return f"Checkpoint({str(self.path)!r}, {len(self.tensors)} tensors, {total:,} bytes)"
+        return (
+            f"Checkpoint({str(self.path)!r}, {len(self.tensors)} tensors in {len(self._files)} "
+            f"files, {total:,} bytes, {len(self._opened)} open)"
+        )
 
 
-def _from_folder(folder: Path) -> dict[str, CheckpointTensor]:
-    indexes = sorted(path for path in folder.iterdir() if path.name.endswith(_INDEX))
-    if len(indexes) > 1:
-        names = ", ".join(path.name for path in indexes)
-        _refuse(folder, f"has several indexes ({names}); give the path of the one that is meant")
-    if indexes:
-        return _from_index(indexes[0])
-    files = sorted(path for path in folder.iterdir() if path.name.endswith(_FILE))
-    if not files:
-        pickles = [p.name for p in sorted(folder.iterdir()) if p.suffix in _PICKLES]
-        hint = f"; {pickles[0]!r} is a pickle: convert it first" if pickles else ""
-        _refuse(folder, f"has no {_FILE} file and no index{hint}")
+def _merge(path: Path, files: Sequence[SafetensorsFile]) -> dict[str, CheckpointTensor]:
     tensors: dict[str, CheckpointTensor] = {}
     for file in files:
-        for name, tensor in read_header(file).items():
+        for name, tensor in file.tensors.items():
             if name in tensors:
-                _refuse(
-                    folder,
-                    f"has {name!r} in {tensors[name].path.name!r} and in {file.name!r} (two "
-                    "variants?); "
-                    "give the path of the file that is meant",
+                refuse(
+                    path,
+                    f"is both in {tensors[name].path.name!r} and in {file.path.name!r}; give the "
+                    "path of the file or index that you mean",
+                    name,
                 )
             tensors[name] = tensor
     return tensors
-
-
-def _from_index(index: Path) -> dict[str, CheckpointTensor]:
-    """Return the tensors that the index names; what else its files hold is not part of it."""
-    weight_map = _weight_map(index)
-    keys: dict[str, list[str]] = {}
-    for name, file in weight_map.items():
-        keys.setdefault(file, []).append(name)
-    tensors: dict[str, CheckpointTensor] = {}
-    for file, names in keys.items():
-        path = index.parent / file
-        if not path.is_file():
-            _refuse(
-                index,
-                f"names the file {file!r} for {names[0]!r} and {len(names) - 1} more keys, but it "
-                "is not "
-                "there; download it again",
-            )
-        header = read_header(path)
-        for name in names:
-            if name not in header:
-                _refuse(index, f"says that {name!r} is in {file!r}, but it is not")
-            tensors[name] = header[name]
-        unnamed = [name for name in header if name not in weight_map]
-        if unnamed:
-            _refuse(path, f"holds {unnamed[0]!r}, which the index {index.name!r} does not name")
-    return tensors
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        content: Any = json.loads(index.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {str(index)!r}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{str(index)!r} is not JSON: {error}") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        _refuse(index, "has no weight_map; it is not the index of a checkpoint")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not file:
-            _refuse(index, f"gives {file!r} as the file of {name!r}")
-        parts = PurePosixPath(file)
-        if parts.is_absolute() or ".." in parts.parts:
-            _refuse(index, f"names {file!r} for {name!r}, which lies outside of its folder")
-    return weight_map
-
-
-def _refuse(path: Path, text: str) -> NoReturn:
-    raise CheckpointError(f"{str(path)!r} {text}")

@@ -1,8 +1,16 @@
-"""The all-gather under the name that the installed torch has for it."""
+"""The all-gather under the name that the installed torch has for it, and groups of our own.
+
+[Note: names of groups]
+The ranks of a group find each other in the store under the group's name. ``new_group`` makes that
+name, with local synchronisation, of the ranks and of how many groups this process has. So it gives
+the name of a destroyed group again, under which the old addresses still stand ("connection
+refused"), and where the ranks are in unequal numbers of groups it gives them different names and
+they wait for each other for ever. It also sorts the ranks. Ours are named by count, and keep the
+caller's order.
+"""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -15,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["LoneCollective", "all_gather_bytes", "new_group_of", "release_group"]
+__all__ = ["LoneCollective", "all_gather_bytes", "release_group"]
 
 # torch 2.13 deprecates all_gather_into_tensor for all_gather_single.
 all_gather_bytes: Callable[..., object] = getattr(
@@ -36,25 +44,7 @@ class LoneCollective(Collective):
         """Do nothing: there is no group."""
 
 
-def new_group_of(group: ProcessGroup, comm_library: str, timeout_s: float) -> ProcessGroup:
-    """Return a new process group of the ranks of ``group``, on which only dlo talks.
-
-    Every rank of ``group`` must call this at the same point; no other rank has to.
-
-    Args:
-        group: The caller's group; it says who takes part and never carries our traffic.
-        comm_library: Name of the ``torch.distributed`` backend.
-        timeout_s: Seconds after which an operation of the new group gives up.
-    """
-    made = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=timedelta(seconds=timeout_s),
-        backend=comm_library,
-        use_local_synchronization=True,
-    )
-    if not isinstance(made, dist.ProcessGroup):
-        raise TypeError(f"torch.distributed.new_group returned {made!r} to a member of the group")
-    return made
+_made: dict[str, int] = {}
 
 
 def release_group(group: ProcessGroup | None) -> None:

@@ -167,9 +167,7 @@ class LayerwiseOffload:
         agreement = self._agreement = self._agreement or agreement_of(
             self._group, self._config.load_timeout_s
         )
-        startup = Startup(
-            self._config, backend=self._backend, group=self._group, agreement=agreement
-        )
+        startup = Startup(self._config, backend=self._backend, agreement=agreement)
         request = Request(models, checkpoint, blocks, progress)
         engine, self._footprint = startup.run(request, problem)
         engine.commit(self)

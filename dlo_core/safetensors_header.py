@@ -7,9 +7,8 @@ name to its dtype, shape and byte range; then the bytes, without holes.
 from __future__ import annotations
 
 import json
-import math
 import os
-import struct
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,13 +17,26 @@ import torch
 from dlo_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["DTYPES", "CheckpointTensor", "read_header"]
+__all__ = ["DTYPES", "CheckpointTensor", "SafetensorsFile", "read_header", "refuse"]
 
 _PREFIX = 8
-_MAX_HEADER = 100_000_000
-_LFS = b"version https://git-lfs"
+_MAX_HEADER = 100_000_000  # the format's own limit
+_TOO_LARGE = 1 << 63
+_FIELDS = ("dtype", "shape", "data_offsets")
+
+# What is often found in place of a safetensors file, by its first bytes.
+_STRANGERS = {
+    b"version ": "is a Git LFS pointer and not the file itself; run: git lfs pull",
+    b"PK\x03\x04": "is a zip archive, as torch.save() writes; convert it: "
+    "safetensors.torch.save_file(torch.load(path, weights_only=True), new_path)",
+    b"\x80\x02": "is a pickle; convert it: "
+    "safetensors.torch.save_file(torch.load(path, weights_only=True), new_path)",
+    b"GGUF": "is a GGUF file; dlo reads safetensors",
+    b"<": "looks like a web page that was saved in place of the file; download it again",
+}
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, torch_name)
@@ -44,7 +56,9 @@ DTYPES: dict[str, torch.dtype] = {
         "BOOL": "bool",
         "C64": "complex64",
         "F8_E4M3": "float8_e4m3fn",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz",
         "F8_E5M2": "float8_e5m2",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz",
         "F8_E8M0": "float8_e8m0fnu",
     }.items()
     if hasattr(torch, torch_name)
@@ -72,113 +86,177 @@ class CheckpointTensor:
     nbytes: int
 
 
-def read_header(path: Path) -> dict[str, CheckpointTensor]:
-    """Return the tensors of the safetensors file at ``path``.
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """One file as its header describes it.
+
+    Attributes:
+        path: The file.
+        nbytes: Its size.
+        mtime_ns: When it was last written to, as the file system says.
+        tensors: By key, in the header's order.
+    """
+
+    path: Path
+    nbytes: int
+    mtime_ns: int
+    tensors: dict[str, CheckpointTensor]
+
+
+def read_header(path: Path) -> SafetensorsFile:
+    """Return what the safetensors file at ``path`` holds.
 
     Raises:
         CheckpointError: The file is missing, truncated, or no safetensors file; names it and the
             key.
     """
-    header, data_start, data_nbytes = _load(path)
+    status, raw = _load(path)
+    header = _parse(path, raw)
+    start = _PREFIX + len(raw)
+    span = (start, status.st_size - start)
     tensors = {
-        name: _tensor(path, name, entry, data_start, data_nbytes)
+        name: _tensor(path, name, entry, span)
         for name, entry in header.items()
         if name != "__metadata__"
     }
-    _check_tiling(path, tensors, data_start, data_nbytes)
-    return tensors
+    _check_tiling(path, tensors.values(), span)
+    return SafetensorsFile(path, status.st_size, status.st_mtime_ns, tensors)
 
 
-def _load(path: Path) -> tuple[dict[str, Any], int, int]:
+def refuse(path: Path, text: str, name: str | None = None) -> NoReturn:
+    """Raise the error about a file, or about one key in it.
+
+    Raises:
+        CheckpointError: Always.
+    """
+    key = f": {name!r}" if name is not None else ""
+    raise CheckpointError(f"{str(path)!r}{key} {text}")
+
+
+def _load(path: Path) -> tuple[os.stat_result, bytes]:
+    """Return the file's status and the bytes of its header, no more than the file has."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            refuse(path, f"is {'a folder' if path.is_dir() else 'no regular file'}; wanted a file")
         with path.open("rb") as file:
-            total = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
             prefix = file.read(_PREFIX)
-            if prefix.startswith(_LFS[:_PREFIX]):
-                _refuse(path, "is a Git LFS pointer and not the file itself; run: git lfs pull")
-            if len(prefix) < _PREFIX:
-                _refuse(path, f"has {total} bytes, too few for a header; download it again")
-            (length,) = struct.unpack("<Q", prefix)
-            if length > min(total - _PREFIX, _MAX_HEADER):
-                _refuse(
-                    path,
-                    f"says that its header has {length:,} bytes, but it has {total:,} in all; it "
-                    "is "
-                    "truncated or no safetensors file (a .bin or .pt must be converted)",
-                )
+            length = _header_nbytes(path, prefix, status.st_size)
             raw = file.read(length)
     except OSError as error:
         raise CheckpointError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    if len(raw) < length:
+        refuse(path, "became shorter while its header was read; nothing must write to it")
+    return status, raw
+
+
+def _header_nbytes(path: Path, prefix: bytes, total: int) -> int:
+    if len(prefix) < _PREFIX:
+        refuse(path, f"has {total} bytes, too few for a safetensors file; download it again")
+    for magic, text in _STRANGERS.items():
+        if prefix.startswith(magic):
+            refuse(path, text)
+    length = int.from_bytes(prefix, "little")
+    if length > total - _PREFIX:
+        refuse(
+            path,
+            f"says that its header has {length:,} bytes, but it has {total:,} in all: it is "
+            "truncated or no safetensors file; download it again",
+        )
+    if length > _MAX_HEADER:
+        refuse(
+            path,
+            f"says that its header has {length:,} bytes, more than the {_MAX_HEADER:,} that the "
+            "format allows; it is damaged or no safetensors file",
+        )
+    return length
+
+
+def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique(path))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{str(path)!r} has a header that is not JSON: {error}") from error
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} has a damaged header ({error}); download it again"
+        ) from error
     if not isinstance(header, dict):
-        _refuse(path, f"has a header that is a {type(header).__name__}, not an object")
-    return header, _PREFIX + length, total - _PREFIX - length
+        refuse(path, f"has a {type(header).__name__} as its header; wanted a JSON object")
+    return header
 
 
-def _unique(path: Path) -> Any:
-    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs):
-            twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
-            _refuse(path, f"names {twice!r} twice in its header")
-        return made
-
-    return build
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise ValueError(f"{key!r} is there twice")
+        made[key] = value
+    return made
 
 
-def _tensor(
-    path: Path, name: str, entry: Any, data_start: int, data_nbytes: int
-) -> CheckpointTensor:
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        _refuse(path, "lacks dtype, shape or data_offsets", name)
+def _tensor(path: Path, name: str, entry: Any, span: tuple[int, int]) -> CheckpointTensor:
+    """Check one entry; ``span`` is where the file's data starts, and its length."""
+    data_start, data_nbytes = span
+    if not isinstance(entry, dict) or any(field not in entry for field in _FIELDS):
+        refuse(path, f"has no {', '.join(_FIELDS)} in the header; got {entry!r:.80}", name)
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
-        _refuse(path, f"has dtype {entry['dtype']!r}; known: {', '.join(DTYPES)}", name)
-    shape = entry["shape"]
-    if not isinstance(shape, list) or not all(_is_count(length) for length in shape):
-        _refuse(path, f"has shape {shape!r}; wanted a list of whole numbers", name)
-    offsets = entry["data_offsets"]
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        _refuse(path, f"has data_offsets {offsets!r}; wanted [start, end]", name)
+        refuse(path, f"has dtype {entry['dtype']!r:.80}; dlo knows {', '.join(DTYPES)}", name)
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not _are_counts(shape):
+        refuse(path, f"has shape {shape!r:.80}; wanted a list of whole numbers", name)
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        refuse(path, f"has data_offsets {offsets!r:.80}; wanted [start, end]", name)
     start, end = offsets
-    nbytes = math.prod(shape) * dtype.itemsize
+    nbytes = _nbytes(shape, dtype)
     if end - start != nbytes:
-        _refuse(path, f"covers {end - start:,} bytes, but {dtype} {shape} has {nbytes:,}", name)
+        refuse(
+            path,
+            f"has {end - start:,} bytes by its data_offsets, but by its shape {shape!r:.80} and "
+            f"{dtype} it has {nbytes:,}; the file is damaged",
+            name,
+        )
     if end > data_nbytes:
-        _refuse(
+        refuse(
             path,
             f"ends at byte {end:,} of the data, but the file has only {data_nbytes:,}: it is "
-            "truncated; "
-            "download it again",
+            "truncated; download it again",
             name,
         )
     return CheckpointTensor(name, path, dtype, tuple(shape), data_start + start, nbytes)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _are_counts(value: Any) -> bool:
+    # bool is an int to Python, but not to JSON.
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item < _TOO_LARGE for item in value
+    )
 
 
-def _check_tiling(
-    path: Path, tensors: dict[str, CheckpointTensor], data_start: int, data_nbytes: int
-) -> None:
+def _nbytes(shape: list[int], dtype: torch.dtype) -> int:
+    nbytes = dtype.itemsize
+    for length in shape:
+        nbytes *= length
+        if nbytes >= _TOO_LARGE:  # before a hostile header makes numbers of a million digits
+            return _TOO_LARGE
+    return nbytes
+
+
+def _check_tiling(path: Path, tensors: Iterable[CheckpointTensor], span: tuple[int, int]) -> None:
     """Refuse overlaps, holes and trailing bytes, as the format demands."""
+    data_start, data_nbytes = span
     end = data_start
-    for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
+    for tensor in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
         if tensor.offset != end:
             what = (
                 "overlaps the one before it" if tensor.offset < end else "leaves a hole before it"
             )
-            _refuse(path, f"{what} (starts at byte {tensor.offset:,}, wanted {end:,})", tensor.name)
-        end = tensor.offset + tensor.nbytes
-    if end != data_start + data_nbytes:
-        extra = data_start + data_nbytes - end
-        _refuse(path, f"has {extra:,} bytes after its last tensor; download it again")
-
-
-def _refuse(path: Path, text: str, name: str | None = None) -> NoReturn:
-    key = f": {name!r}" if name is not None else ""
-    raise CheckpointError(f"{str(path)!r}{key} {text}")
+            refuse(
+                path,
+                f"{what}: it starts at byte {tensor.offset - data_start:,} of the data, wanted "
+                f"{end - data_start:,}; the file is damaged",
+                tensor.name,
+            )
+        end += tensor.nbytes
+    extra = data_start + data_nbytes - end
+    if extra:
+        refuse(path, f"has {extra:,} bytes after its last tensor; download it again")

@@ -11,16 +11,14 @@ from torch import nn
 
 from dlo_core._version import __version__
 from dlo_core.agreement import agree_on
-from dlo_core.collective import LoneCollective, new_group_of
+from dlo_core.collective import LoneCollective
 from dlo_core.engine import Engine
-from dlo_core.errors import AgreementError, ConfigError
+from dlo_core.errors import ConfigError
 from dlo_core.hooks import offload_of
 from dlo_core.plan import Footprint, ModelPlan, plan_model, predict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    from torch.distributed import ProcessGroup
 
     from dlo_core.agreement import Agreement
     from dlo_core.config import OffloadConfig
@@ -53,13 +51,11 @@ class Startup:
         config: OffloadConfig,
         *,
         backend: Backend,
-        group: ProcessGroup | None,
         agreement: Agreement,
     ) -> None:
         """Take the parts that the offload has already."""
         self._config = config
         self._backend = backend
-        self._group = group
         self._agreement = agreement
 
     @property
@@ -142,7 +138,8 @@ class Startup:
         problem: BaseException | None = None
         try:
             if self.gathers:
-                collective = self._make_collective()
+                made = self._agreement.new_group(self._backend.comm_library, self._config.timeout_s)
+                collective = self._backend.collective(made)
             engine = Engine(
                 plans,
                 self._config,
@@ -164,14 +161,6 @@ class Startup:
             raise
         assert engine is not None
         return engine
-
-    def _make_collective(self) -> Collective:
-        assert self._group is not None
-        try:
-            made = new_group_of(self._group, self._backend.comm_library, self._config.timeout_s)
-        except RuntimeError as error:
-            raise AgreementError(f"the group for the weights could not be made: {error}") from error
-        return self._backend.collective(made)
 
 
 def _facts_of(number: int, plan: ModelPlan) -> dict[str, str]:

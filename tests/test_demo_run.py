@@ -84,7 +84,7 @@ def test_table_and_pictures(
     pytest.importorskip("matplotlib")
     assert demo(2, 2, True, tmp_path / "new" / "folder", json=False) == 0
     out = capsys.readouterr().out
-    for words in ("model bytes", "950 kB", "12.0 ms … 13.0 ms", "90%", "bit-identical", "yes"):
+    for words in ("whole model", "950 kB", "12.0 … 13.0 ms", "90 %", "bit-identical", "yes"):
         assert words in out
     assert (tmp_path / "new" / "folder" / "digits.png").exists()
     assert (tmp_path / "new" / "folder" / "timeline.png").exists()

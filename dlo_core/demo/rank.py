@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["run_rank"]
 
 PASSES_PER_STEP = 2
+RELEASE_S = 10.0
 
 
 def run_rank(job: Job, rank: int, store: str, pipe: Connection) -> None:
@@ -123,6 +124,7 @@ class Worker:
             spans=tuple(trace.spans(offloaded)),
         )
         offloaded.shutdown()
+        await_release(lambda: backend.memory().allocated - before)
         return run
 
     def _draw(
@@ -145,6 +147,21 @@ class Worker:
         )
         seconds = time.perf_counter() - start
         return images, seconds * 1e3 / (self.job.num_steps * PASSES_PER_STEP)
+
+
+def await_release(left: Callable[[], int]) -> None:
+    """Wait until no device byte is left, so that the next mode is measured from nothing.
+
+    A gather that was under way when the offload was shut down keeps its slot until it is done.
+
+    Raises:
+        RuntimeError: Bytes are left after ``RELEASE_S``.
+    """
+    deadline = time.monotonic() + RELEASE_S
+    while left():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"shutdown() left {left():,} bytes on the device")
+        time.sleep(0.001)
 
 
 def use_loopback() -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 from dlo_core.demo.result import StreamedRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from dlo_core.demo.job import Job
     from dlo_core.demo.proof import Difference
@@ -20,6 +20,27 @@ __all__ = ["Report"]
 
 NONE = "–"
 UNREPORTED = frozenset({"mode", "images", "spans"})
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """How a number is shown.
+
+    Attributes:
+        name: Printed after the number.
+        size: What one of the unit is.
+        digits: Format of the number.
+    """
+
+    name: str
+    size: float = 1.0
+    digits: str = ",.0f"
+
+
+COUNT = Unit("")
+KILOBYTES = Unit(" kB", 1000.0)
+MILLISECONDS = Unit(" ms", digits=".1f")
+PERCENT = Unit(" %", 0.01)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +64,28 @@ class Report:
     def table(self) -> Table:
         """Return the table for people; of several ranks' numbers it shows the range."""
         table = Table(title=self._title(), title_justify="left", title_style="bold")
-        table.add_column("")
+        table.add_column("", no_wrap=True)
         table.add_column("resident", justify="right")
         for mode in self.job.streamed_modes:
             table.add_column(mode, justify="right")
-        nbytes = spread((result.model_nbytes for result in self.results), kilobytes)
-        table.add_row("model bytes", nbytes, *[nbytes for _ in self.job.streamed_modes])
-        for label, resident, name, show in (
-            ("device weight bytes, predicted", nbytes, "predicted_device_nbytes", kilobytes),
-            ("device weight bytes, measured", nbytes, "measured_device_nbytes", kilobytes),
-            ("host weight bytes, each rank", NONE, "host_nbytes", kilobytes),
-            ("passes", str(self._resident_passes()), "passes", str),
-            ("fills", NONE, "fills", str),
-            ("copied host to device", NONE, "copied_nbytes", kilobytes),
-            ("gathered between ranks", NONE, "gathered_nbytes", kilobytes),
-            ("time of a pass", self._resident_pass(), "pass_ms", milliseconds),
-            ("exposed in the last pass", NONE, "exposed_ms", milliseconds),
-            ("overlap in the last pass", NONE, "overlap", percent),
+        nbytes = spread((result.model_nbytes for result in self.results), KILOBYTES)
+        table.add_row("whole model", nbytes, *[nbytes for _ in self.job.streamed_modes])
+        for label, resident, name, unit in (
+            ("device weights, predicted", nbytes, "predicted_device_nbytes", KILOBYTES),
+            ("device weights, measured", nbytes, "measured_device_nbytes", KILOBYTES),
+            ("host weights, each rank", NONE, "host_nbytes", KILOBYTES),
+            ("passes", str(self._resident_passes()), "passes", COUNT),
+            ("fills", NONE, "fills", COUNT),
+            ("copied to the device", NONE, "copied_nbytes", KILOBYTES),
+            ("gathered between ranks", NONE, "gathered_nbytes", KILOBYTES),
+            ("time of a pass", self._resident_pass(), "pass_ms", MILLISECONDS),
+            ("exposed, last pass", NONE, "exposed_ms", MILLISECONDS),
+            ("overlap, last pass", NONE, "overlap", PERCENT),
         ):
-            table.add_row(label, resident, *self._cells(name, show))
+            table.add_row(label, resident, *self._cells(name, unit))
         table.add_section()
         verdicts = [self._verdict(mode) for mode in self.job.streamed_modes]
-        table.add_row("bit-identical to resident", NONE, *verdicts)
+        table.add_row("bit-identical", NONE, *verdicts)
         return table
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,9 +115,9 @@ class Report:
     def _runs(self, mode: str) -> list[StreamedRun]:
         return [run for result in self.results for run in result.streamed if run.mode == mode]
 
-    def _cells(self, name: str, show: Callable[[Any], str]) -> list[str]:
+    def _cells(self, name: str, unit: Unit) -> list[str]:
         return [
-            spread((getattr(run, name) for run in self._runs(mode)), show)
+            spread((getattr(run, name) for run in self._runs(mode)), unit)
             for mode in self.job.streamed_modes
         ]
 
@@ -110,7 +131,7 @@ class Report:
         return 2 * self.job.num_steps
 
     def _resident_pass(self) -> str:
-        return spread((result.resident_pass_ms for result in self.results), milliseconds)
+        return spread((result.resident_pass_ms for result in self.results), MILLISECONDS)
 
     def _title(self) -> str:
         job = self.job
@@ -120,25 +141,10 @@ class Report:
         )
 
 
-def spread(values: Iterable[Any], show: Callable[[Any], str]) -> str:
-    """Return the one value that all ranks share, or the least and the greatest."""
+def spread(values: Iterable[float | None], unit: Unit) -> str:
+    """Return the one value that all ranks share, or the least and the greatest, with the unit."""
     found = sorted(value for value in values if value is not None)
     if not found:
         return NONE
-    least, most = show(found[0]), show(found[-1])
-    return least if least == most else f"{least} … {most}"
-
-
-def kilobytes(nbytes: int) -> str:
-    """Return ``nbytes`` in decimal kilobytes."""
-    return f"{nbytes / 1000:,.0f} kB"
-
-
-def milliseconds(value: float) -> str:
-    """Return ``value`` with its unit."""
-    return f"{value:.1f} ms"
-
-
-def percent(share: float) -> str:
-    """Return ``share`` in percent."""
-    return f"{share:.0%}"
+    least, most = (format(value / unit.size, unit.digits) for value in (found[0], found[-1]))
+    return f"{least if least == most else f'{least} … {most}'}{unit.name}"

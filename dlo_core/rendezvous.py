@@ -1,0 +1,146 @@
+"""The rendezvous: how the ranks of a group find a name for a new group that was never used before.
+
+``torch.distributed.new_group(use_local_synchronization=True)`` derives the name from the ranks and
+from how many groups this process has. After a group was destroyed the name comes back, and with it
+the dead group's addresses in the store; and ranks that are in unequally many groups get different
+names and never meet. So the first rank of the group makes a fresh name and gives it to whoever asks
+with a fresh request.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
+
+__all__ = ["MissingRanks", "default_store", "meet", "new_group_of"]
+
+_POLL_S = 0.2
+_lock = threading.Lock()
+
+
+class MissingRanks(RuntimeError):
+    """Raised when ranks of a group did not come within the timeout.
+
+    Attributes:
+        ranks: Group ranks that are missing, as far as is known.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"ranks {list(ranks)} did not come")
+        self.ranks = tuple(ranks)
+
+
+def default_store() -> Store:
+    """Return the store of the job."""
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def meet(store: Store, members: Sequence[int], rank: int, timeout_s: float) -> str:
+    """Return a fresh name that all members of a group return alike.
+
+    Args:
+        store: Shared by all members.
+        members: Global ranks of the group.
+        rank: This process's rank among them.
+        timeout_s: How long to wait for the others.
+
+    Raises:
+        MissingRanks: Somebody did not come in time.
+    """
+    place = "dlo/meet/" + "-".join(map(str, members))
+    deadline = time.monotonic() + timeout_s
+    if rank == 0:
+        return _lead(store, place, len(members), deadline)
+    return _follow(store, place, rank, deadline)
+
+
+def _lead(store: Store, place: str, size: int, deadline: float) -> str:
+    name = uuid.uuid4().hex
+    asked: dict[int, str] = {}
+    while len(asked) < size - 1:
+        for rank in range(1, size):
+            key = f"{place}/ask/{rank}"
+            if rank not in asked and store.check([key]):
+                asked[rank] = store.get(key).decode()
+                store.delete_key(key)
+        if len(asked) < size - 1:
+            if time.monotonic() > deadline:
+                missing = [rank for rank in range(1, size) if rank not in asked]
+                answer = "missing " + " ".join(map(str, missing))
+                for request in asked.values():
+                    store.set(f"{place}/answer/{request}", answer)
+                raise MissingRanks(missing)
+            time.sleep(0.001 if deadline - time.monotonic() > _POLL_S else 0.0)
+    for request in asked.values():
+        store.set(f"{place}/answer/{request}", name)
+    return name
+
+
+def _follow(store: Store, place: str, rank: int, deadline: float) -> str:
+    request = uuid.uuid4().hex
+    asking, answer = f"{place}/ask/{rank}", f"{place}/answer/{request}"
+    store.set(asking, request)
+    # The first rank tells who is missing a little after its own deadline.
+    while time.monotonic() < deadline + 4 * _POLL_S:
+        try:
+            store.wait([answer], timedelta(seconds=_POLL_S))
+        except RuntimeError:
+            continue
+        text: str = store.get(answer).decode()
+        store.delete_key(answer)
+        if text.startswith("missing "):
+            raise MissingRanks([int(part) for part in text.split()[1:]])
+        return text
+    store.delete_key(asking)
+    raise MissingRanks([0])
+
+
+def new_group_of(
+    members: Sequence[int], comm_library: str, timeout_s: float, name: str
+) -> ProcessGroup:
+    """Return a new process group of dlo's own; all members must call this, nobody else has to.
+
+    Args:
+        members: Global ranks.
+        comm_library: Name of the ``torch.distributed`` backend.
+        timeout_s: Seconds after which an operation of the group gives up.
+        name: Fresh, and the same on every member.
+
+    Raises:
+        RuntimeError: The members could not connect.
+    """
+    with _lock, _group_name(name):
+        made = dist.new_group(
+            list(members),
+            timeout=timedelta(seconds=timeout_s),
+            backend=comm_library,
+            use_local_synchronization=True,
+        )
+    if not isinstance(made, dist.ProcessGroup):
+        raise TypeError(f"torch.distributed.new_group returned {made!r} to a member of the group")
+    return made
+
+
+@contextmanager
+def _group_name(name: str) -> Iterator[None]:
+    """Let torch take ``name`` for the group that is made inside; there is no public way."""
+    module: Any = dist.distributed_c10d
+    original = module._process_group_name
+    module._process_group_name = lambda *args, **kwargs: name
+    try:
+        yield
+    finally:
+        module._process_group_name = original

@@ -1,0 +1,72 @@
+"""Poison: a CPU backend whose device bytes are NaN before every copy and gather, which are slow.
+
+A read before the wait, or after the slot was given back, shows as NaN in the output.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from dlo_core.cpu import CpuBackend, GlooCollective
+from dlo_core.cpu_stream import current_stream
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+__all__ = ["PoisonBackend"]
+
+_POISON = 0xFF
+
+
+class PoisonBackend(CpuBackend):
+    """The CPU backend, poisoned; ``num_copies`` counts what was queued.
+
+    Args:
+        delay_s: Sleep between the poison and the bytes.
+    """
+
+    def __init__(self, delay_s: float = 0.001) -> None:
+        super().__init__()
+        self.delay_s = delay_s
+        self.num_copies = 0
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return NaN bytes."""
+        return super().empty(nbytes).fill_(_POISON)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Queue poison, a pause and the copy."""
+        self.num_copies += 1
+        current_stream().run(partial(self._spoil, dst))
+        super().copy(dst, src)
+
+    def collective(self, group: ProcessGroup) -> PoisonCollective:
+        """Return a gather that poisons its output first."""
+        return PoisonCollective(group, self.delay_s)
+
+    def _spoil(self, dst: torch.Tensor) -> None:
+        dst.fill_(_POISON)
+        time.sleep(self.delay_s)
+
+
+class PoisonCollective(GlooCollective):
+    """The gather of ``PoisonBackend``."""
+
+    def __init__(self, group: ProcessGroup, delay_s: float) -> None:
+        super().__init__(group)
+        self._delay_s = delay_s
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """Queue poison, a pause and the gather; in place our own part stays."""
+        rows = [row for row in out.view(self.size, -1) if row.data_ptr() != shard.data_ptr()]
+
+        def spoil() -> None:
+            for row in rows:
+                row.fill_(_POISON)
+            time.sleep(self._delay_s)
+
+        current_stream().run(spoil)
+        super().all_gather(out, shard)
