@@ -1,13 +1,4 @@
-"""The all-gather under the name that the installed torch has for it, and groups of our own.
-
-[Note: names of groups]
-The ranks of a group find each other in the store under the group's name. ``new_group`` makes that
-name, with local synchronisation, of the ranks and of how many groups this process has. So it gives
-the name of a destroyed group again, under which the old addresses still stand ("connection
-refused"), and where the ranks are in unequal numbers of groups it gives them different names and
-they wait for each other for ever. It also sorts the ranks. Ours are named by count, and keep the
-caller's order.
-"""
+"""The all-gather under the name that the installed torch has for it."""
 
 from __future__ import annotations
 
@@ -42,9 +33,6 @@ class LoneCollective(Collective):
 
     def close(self) -> None:
         """Do nothing: there is no group."""
-
-
-_made: dict[str, int] = {}
 
 
 def release_group(group: ProcessGroup | None) -> None:

@@ -115,7 +115,7 @@ class HostStream:
         event._ticket, event._stream = ticket, self
         return event
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], object]) -> None:
         """Do ``work`` now."""
         work()
 
@@ -137,7 +137,7 @@ class CpuStream:
             name: Name of the thread, for debuggers.
         """
         self._name = name
-        self._batch: list[Callable[[], None]] | None = None
+        self._batch: list[Callable[[], object]] | None = None
         self._worker = _Worker(name)
         weakref.finalize(self, self._worker.stop)
 
@@ -161,7 +161,7 @@ class CpuStream:
         self.run(ticket.reach)
         return event
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], object]) -> None:
         """Queue ``work``; inside ``stream_context`` it is handed over when the context ends."""
         if self._batch is None:
             self._worker.put([work])
@@ -194,7 +194,7 @@ class _Worker:
     """The thread behind a side stream; it never holds the stream, so that can be collected."""
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[list[Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[Callable[[], object]] | None] = queue.SimpleQueue()
         self._owed: list[_Ticket] = []
         self._error: BaseException | None = None
         self._stopping = False
@@ -202,7 +202,7 @@ class _Worker:
         self.thread.start()
         _workers.add(self)
 
-    def put(self, work: list[Callable[[], None]]) -> None:
+    def put(self, work: list[Callable[[], object]]) -> None:
         if not self.thread.is_alive():
             raise BackendError(
                 "a CPU stream got work after its worker thread ended (forked process or "
@@ -228,7 +228,7 @@ class _Worker:
                 self._run(batch)
                 del batch
 
-    def _run(self, batch: list[Callable[[], None]]) -> None:
+    def _run(self, batch: list[Callable[[], object]]) -> None:
         try:
             for work in batch:
                 if self._error is not None:
