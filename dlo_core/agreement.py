@@ -7,9 +7,12 @@ group's timeout; when it runs out the error names the ranks that did not come.
 from __future__ import annotations
 
 import itertools
+import pickle
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from dlo_core.collective import release_group
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Agreement", "GroupAgreement", "LoneAgreement", "agree_on"]
 
 T = TypeVar("T")
+_POLL_S = 0.0005
 
 
 class Agreement(ABC):
@@ -33,12 +37,13 @@ class Agreement(ABC):
     size: int
 
     @abstractmethod
-    def exchange(self, value: T, what: str) -> list[T]:
-        """Return every rank's ``value``, in rank order.
+    def exchange(self, value: T, what: str, timeout_s: float | None = None) -> list[T]:
+        """Return every rank's ``value``, in rank order; an interrupt gets through.
 
         Args:
             value: Picklable, small.
             what: Names the exchange in the error.
+            timeout_s: How long to wait for the others; None: as long as for loading.
 
         Raises:
             AgreementError: A rank did not answer within the timeout.
@@ -78,7 +83,7 @@ class LoneAgreement(Agreement):
     rank = 0
     size = 1
 
-    def exchange(self, value: T, what: str) -> list[T]:
+    def exchange(self, value: T, what: str, timeout_s: float | None = None) -> list[T]:
         """Return the one value."""
         return [value]
 
@@ -130,17 +135,38 @@ class GroupAgreement(Agreement):
         except RuntimeError as error:
             raise AgreementError(f"the group for the weights could not be made: {error}") from error
 
-    def exchange(self, value: T, what: str) -> list[T]:
+    def exchange(self, value: T, what: str, timeout_s: float | None = None) -> list[T]:
         """Return every rank's ``value``, in rank order."""
         if self._group is None:
             raise AgreementError(f"{what}: the control group is closed")
+        deadline = time.monotonic() + (timeout_s or self._timeout_s)
         step = self._arrive()
-        values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(values, value, group=self._group)
+            payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+            sizes = self._gather(torch.tensor([payload.numel()]), deadline)
+            longest = int(max(size.item() for size in sizes))
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: payload.numel()] = payload
+            parts = self._gather(padded, deadline)
         except (RuntimeError, ValueError) as error:
             raise self._nobody(what, self._missing(step), error) from error
-        return values
+        # Peers of one job, over a group of our own: trusted as far as each other's code is.
+        return [
+            pickle.loads(part[: int(size.item())].numpy().tobytes())
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    def _gather(self, mine: torch.Tensor, deadline: float) -> list[torch.Tensor]:
+        """Gather equal tensors, looking up now and then so that an interrupt gets through."""
+        with torch.inference_mode(False):
+            parts = [torch.empty_like(mine) for _ in range(self.size)]
+            work: Any = dist.all_gather(parts, mine, group=self._group, async_op=True)
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError("timed out")
+            time.sleep(_POLL_S)
+        work.wait()
+        return parts
 
     def close(self) -> None:
         """Destroy the control group; local."""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dlo_core.interface import Backend, Collective
     from dlo_core.plan import ModelPlan
     from dlo_core.slots import Slot
+    from dlo_core.tape import Agree
 
 __all__ = ["Engine"]
 
@@ -65,6 +66,7 @@ class Engine:
         self.plans = tuple(plans)
         self.collective = collective
         self._backend = backend
+        self._timeout_s = config.timeout_s
         self.shards = [shard for plan in plans for shard in plan.shards]
         self.layouts = [layout for plan in plans for layout in plan.layouts]
         self.store = HostStore(backend.allocator, [shard.nbytes for shard in self.shards])
@@ -118,6 +120,9 @@ class Engine:
 
     def prepare(self, agreement: Agreement) -> None:
         """Make streamers, placeholders and wrappers; still no model is touched."""
+        agree: Agree = _agree_alone
+        if self.transfer.gathers:
+            agree = _AgreeOver(agreement, self._timeout_s)
         first = 0
         for plan in self.plans:
             count = len(plan.layouts)
@@ -126,7 +131,7 @@ class Engine:
                 range(first, first + count),
                 self.pool,
                 self.transfer,
-                agree=_AgreeOver(agreement) if self.transfer.gathers else _agree_alone,
+                agree=agree,
                 name=name,
             )
             bindings = [
@@ -315,10 +320,12 @@ def _agree_alone(calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] |
 class _AgreeOver:
     """The exchange of run lists over the control group."""
 
-    def __init__(self, agreement: Agreement) -> None:
+    def __init__(self, agreement: Agreement, timeout_s: float) -> None:
         self._agreement = agreement
+        self._timeout_s = timeout_s
 
     def __call__(self, calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] | None, int]:
         mine = (calls, issued)
-        answers = self._agreement.exchange(mine, "the ring order after the first pass")
+        what = "the ring order after the first pass"
+        answers = self._agreement.exchange(mine, what, self._timeout_s)
         return agreed_order([calls for calls, _ in answers]), max(last for _, last in answers)

@@ -153,23 +153,24 @@ def _load(path: Path) -> tuple[os.stat_result, bytes]:
 def _header_nbytes(path: Path, prefix: bytes, total: int) -> int:
     if len(prefix) < _PREFIX:
         refuse(path, f"has {total} bytes, too few for a safetensors file; download it again")
+    length = int.from_bytes(prefix, "little")
+    if length <= min(total - _PREFIX, _MAX_HEADER):
+        return length
+    # Only now: a good length may begin with the same bytes.
     for magic, text in _STRANGERS.items():
         if prefix.startswith(magic):
             refuse(path, text)
-    length = int.from_bytes(prefix, "little")
-    if length > total - _PREFIX:
-        refuse(
-            path,
-            f"says that its header has {length:,} bytes, but it has {total:,} in all: it is "
-            "truncated or no safetensors file; download it again",
-        )
-    if length > _MAX_HEADER:
+    if length <= total - _PREFIX:
         refuse(
             path,
             f"says that its header has {length:,} bytes, more than the {_MAX_HEADER:,} that the "
             "format allows; it is damaged or no safetensors file",
         )
-    return length
+    refuse(
+        path,
+        f"says that its header has {length:,} bytes, but it has {total:,} in all: it is truncated "
+        "or no safetensors file; download it again",
+    )
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
@@ -247,12 +248,10 @@ def _check_tiling(path: Path, tensors: Iterable[CheckpointTensor], span: tuple[i
     end = data_start
     for tensor in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
         if tensor.offset != end:
-            what = (
-                "overlaps the one before it" if tensor.offset < end else "leaves a hole before it"
-            )
+            what = "overlaps" if tensor.offset < end else "leaves a hole to"
             refuse(
                 path,
-                f"{what}: it starts at byte {tensor.offset - data_start:,} of the data, wanted "
+                f"{what} the one before it: it starts at byte {tensor.offset - data_start:,} of the data, wanted "
                 f"{end - data_start:,}; the file is damaged",
                 tensor.name,
             )

@@ -219,7 +219,12 @@ class Tape:
         """Take the order of the first pass, if the ranks agree on one."""
         self._calls = None
         seen_all = self._all_blocks.issubset(calls) and len(calls) < _MOST_TURNS * self.n
-        order, last = self._agree(tuple(calls) if seen_all else (), self.issued)
+        try:
+            order, last = self._agree(tuple(calls) if seen_all else (), self.issued)
+        except BaseException as error:
+            # The others may have taken another order.
+            self._pool.failure = error
+            raise
         if order is not None and order != self.order:
             if self._filler.gathers:
                 self._issue_to(last)

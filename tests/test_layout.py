@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from dlo_core.layout import BlockLayout, TensorSpec, align_up, contiguous_stride, span_nbytes
 from dlo_core.rawbytes import bytes_of, move_bytes
-from toys import same_bits
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn
@@ -49,7 +48,7 @@ def tensors(draw: DrawFn) -> torch.Tensor:
     made = made.to(dtype)
     for dim, step in enumerate(steps):
         made = made[(slice(None),) * dim + (slice(None, None, step),)]
-    if shape and draw(st.booleans()):
+    if draw(st.booleans()):
         made = made.permute(draw(st.permutations(range(len(shape)))))
     if draw(st.integers(0, 4)) == 0:
         made = made.unsqueeze(0).expand(3, *made.shape)
@@ -64,6 +63,13 @@ def pack(owned: list[torch.Tensor], alignment: int) -> BlockLayout:
     return BlockLayout.pack(
         "blocks.0", [spec_of(f"t{i}", t) for i, t in enumerate(owned)], alignment
     )
+
+
+def bytes_in(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements' bytes in row-major order, whatever the strides."""
+    dense = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    dense.view(tensor.shape).copy_(tensor)
+    return dense.view(torch.uint8)
 
 
 def run_of(layout: BlockLayout, owned: list[torch.Tensor]) -> torch.Tensor:
@@ -86,7 +92,7 @@ def test_any_tensor_comes_back_with_its_bits_shape_strides_and_dtype(
         assert back.dtype == tensor.dtype
         assert back.shape == tensor.shape
         assert back.stride() == tensor.stride()
-        assert same_bits(back, tensor)
+        assert torch.equal(bytes_in(back), bytes_in(tensor))
         assert back.numel() == 0 or back.data_ptr() == run.data_ptr() + spec.offset
 
 
@@ -185,7 +191,7 @@ def test_the_digest_is_the_same_on_every_machine_and_python() -> None:
         b'["blocks.0",512,[["t0","torch.float32",[2,3],[3,1],0],'
         b'["t1","torch.bfloat16",[4],[1],256]]]'
     )
-    assert layout.digest().hex().startswith("PLACEHOLDER")
+    assert layout.digest().hex().startswith("350a79731a8f7182")
 
 
 @pytest.mark.parametrize(

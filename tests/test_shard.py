@@ -85,7 +85,7 @@ def test_pieces_ascend_do_not_overlap_and_leave_the_trailer_alone(
     room = plan.nbytes - (TRAILER_NBYTES if size > 1 else 0)
     for rank in range(size):
         ends = [(piece.at, piece.at + piece.stop - piece.start) for piece in plan.pieces(rank)]
-        assert all(0 <= start and stop <= room for start, stop in ends)
+        assert all(start >= 0 and stop <= room for start, stop in ends)
         assert all(before[1] <= after[0] for before, after in pairwise(ends))
 
 
