@@ -251,8 +251,8 @@ def _check_tiling(path: Path, tensors: Iterable[CheckpointTensor], span: tuple[i
             what = "overlaps" if tensor.offset < end else "leaves a hole to"
             refuse(
                 path,
-                f"{what} the one before it: it starts at byte {tensor.offset - data_start:,} of the data, wanted "
-                f"{end - data_start:,}; the file is damaged",
+                f"{what} the one before it: it starts at byte {tensor.offset - data_start:,} of "
+                f"the data, wanted {end - data_start:,}; the file is damaged",
                 tensor.name,
             )
         end += tensor.nbytes

@@ -139,6 +139,14 @@ def test_damaged_file_is_refused_by_path_key_and_hint(damage: str, tmp_path: Pat
         assert len(message) < 1000
 
 
+@pytest.mark.parametrize("length", [0x3C, 0x0280])
+def test_a_good_length_that_begins_like_a_stranger_is_good(tmp_path: Path, length: int) -> None:
+    """A header of 60 bytes makes the file begin like a web page, one of 640 like a pickle."""
+    header = json.dumps({"w": F32}, separators=(",", ":")).encode().ljust(length)
+    path = write(tmp_path / "x.safetensors", file_bytes(header, bytes(8)))
+    assert Checkpoint.open(path).tensors["w"].nbytes == 8
+
+
 def test_a_header_beyond_the_limit_of_the_format_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     with path.open("wb") as file:

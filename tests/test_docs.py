@@ -1,0 +1,108 @@
+"""The documents: their snippets run, and they name the install command that is ours."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import save_file
+from toys import inputs, make_toy
+
+import dlo_core
+from dlo_core._install import INSTALL, install_command
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPETS = [ROOT / "README.md", ROOT / "docs" / "getting-started.md"]
+CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+
+def test_the_readme_and_the_messages_have_one_install_command() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert install_command("cuda") in text
+    assert INSTALL.format(extra="[cuda]") == install_command("cuda")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_installs_the_other_project_of_that_name(page: Path) -> None:
+    assert not re.search(r"pip install +dlo\b(?!.* @ )", page.read_text())
+
+
+def test_every_public_name_has_a_docstring_and_is_on_the_api_page() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name in dlo_core.__all__:
+        thing = getattr(dlo_core, name)
+        if name.startswith("__"):
+            continue
+        assert thing.__doc__ or name == "hookimpl", name
+        is_error = isinstance(thing, type) and issubclass(thing, Exception)
+        documented = re.search(rf"::: dlo_core\.(\w+\.)?{name}\n", page)
+        in_interface = name in {"Backend", "Capabilities"}
+        assert documented or is_error or in_interface, name
+
+
+def run_snippets(rank: int, page: str, folder: str) -> int:
+    """Run every snippet of ``page`` on the CPU, with a toy for the reader's model."""
+    checkpoint = Path(folder) / "transformer.safetensors"
+    toy = make_toy(4)
+    if rank == 0:
+        save_file(dict(toy.state_dict()), checkpoint)
+    torch.distributed.barrier()
+    warnings.simplefilter("ignore", dlo_core.DloWarning)
+    count = 0
+    for code in CODE.findall(Path(page).read_text()):
+        space: dict[str, Any] = {
+            "torch": torch,
+            "dlo": dlo_core,
+            "MyTransformer": lambda: make_toy(4),
+            "model": make_toy(4),
+            "x": inputs(),
+            "on_meta": on_meta,
+        }
+        exec(compile(localised(code, checkpoint), page, "exec"), space)
+        count += 1
+        model = space["model"]
+        if dlo_core.offloaded(model) is not None:
+            dlo_core.offloaded(model).disable()  # type: ignore[union-attr]
+    return count
+
+
+def localised(code: str, checkpoint: Path) -> str:
+    """Return the snippet with the reader's device, names and paths replaced by the test's."""
+    for theirs, ours in {
+        '"cuda"': '"cpu"',
+        "path/to/transformer": str(checkpoint),
+        "dist.init_process_group()": "",
+        '"double_blocks", "single_blocks"': '"blocks"',
+        "model.layers[2:]": "model.blocks[2:]",
+        "blocks.0.scale_table": "blocks.0.norm.weight",
+        # The toy has buffers, which the reader is told to keep real.
+        'with torch.device("meta"):\n    model = MyTransformer()': META,
+    }.items():
+        code = code.replace(theirs, ours)
+    return code
+
+
+META = "model = on_meta(MyTransformer())"
+
+
+def on_meta(model: torch.nn.Module) -> torch.nn.Module:
+    """Put the parameters, and no buffer, on meta."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(
+                    parameter.to("meta"), requires_grad=False
+                )
+    return model
+
+
+@pytest.mark.parametrize("page", SNIPPETS, ids=lambda page: page.name)
+def test_the_snippets_run_on_two_ranks(page: Path, tmp_path: Path) -> None:
+    counts = run_ranks(run_snippets, 2, str(page), str(tmp_path))
+    assert min(counts) >= 2
