@@ -113,7 +113,8 @@ def _declared(model: nn.Module, declared: Any, origin: str) -> list[FoundBlock]:
         modules = _items(given)
         if modules is None:
             raise ConfigError(
-                f"the function in {origin} must return modules, not None or one of it"
+                f"the function in {origin} must return an iterable of modules; it returned "
+                f"{_described(given)}"
             )
     else:
         names = _items(declared)

@@ -1,7 +1,8 @@
-"""Memory: what an offload takes on the device and on the host, measured, and that it gives it back."""
+"""Memory: what an offload takes on the device and on the host, measured, until it is given back."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import json
@@ -106,6 +107,8 @@ def check_bytes(rank: int, *, gathers: bool, depth: int, stages: int) -> None:
     assert stats.host_bytes >= weights / size
     assert stats.pinned_bytes == 0
     offloaded.shutdown()
+    # A fill that was under way keeps its slot until it is done.
+    assert eventually(lambda: backend.memory().allocated == before)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -148,35 +151,24 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-class Held:
-    """What this process holds for offloads: device bytes, groups, worker threads."""
-
-    def __init__(self) -> None:
-        """Count now."""
-        self._backend = CpuBackend()
-        self._before = self._count()
-
-    def _count(self) -> tuple[int, int, int]:
-        gc.collect()
-        groups = len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
-        return self._backend.memory().allocated, groups, len(workers())
-
-    def assert_given_back(self) -> None:
-        """Check that it is as it was."""
-        assert eventually(lambda: self._count() == self._before), (self._count(), self._before)
+def held() -> tuple[int, int]:
+    """Return the device bytes and the process groups of this process."""
+    gc.collect()
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return CpuBackend().memory().allocated, groups
 
 
-def disable(model: list[Toy], offloaded: list[LayerwiseOffload]) -> None:
-    offloaded.pop().disable()
+def disable(models: list[Toy], offloads: list[LayerwiseOffload]) -> None:
+    offloads.pop().disable()
 
 
-def shut_down(model: list[Toy], offloaded: list[LayerwiseOffload]) -> None:
-    offloaded.pop().shutdown()
+def shut_down(models: list[Toy], offloads: list[LayerwiseOffload]) -> None:
+    offloads.pop().shutdown()
 
 
-def forget(model: list[Toy], offloaded: list[LayerwiseOffload]) -> None:
-    model.clear()
-    offloaded.clear()
+def forget(models: list[Toy], offloads: list[LayerwiseOffload]) -> None:
+    models.clear()
+    offloads.clear()
 
 
 WAYS_OUT = (disable, shut_down, forget)
@@ -184,13 +176,13 @@ WAYS_OUT = (disable, shut_down, forget)
 
 def assert_all_comes_back(rank: int, gathers: bool) -> None:
     for end in WAYS_OUT:
-        held = Held()
+        before = held()
         models = [make_toy(4)]
         offloads = [
             dlo.offload(
                 models[0],
                 device=CpuBackend(),
-                group=dist.group.WORLD if dist.is_initialized() else None,
+                group=dist.group.WORLD,
                 use_allgather=gathers,
                 **SHORT,
             )
@@ -202,10 +194,13 @@ def assert_all_comes_back(rank: int, gathers: bool) -> None:
         slab = engine.store.slab.data_ptr()
         del engine
         assert mapping_of(slab) is not None
-        # Weights left their old place, too: the model's own tensors are empty while it streams.
         end(models, offloads)
-        held.assert_given_back()
+        assert eventually(lambda: held() == before), end.__name__  # noqa: B023 - called here
         assert mapping_of(slab) is None, end.__name__
+        # After shutdown() the model stays and raises; idle workers end with it.
+        models.clear()
+        gc.collect()
+        assert eventually(lambda: not workers()), end.__name__
 
 
 def test_a_lone_process_gets_all_memory_back() -> None:
@@ -230,7 +225,7 @@ def test_many_rounds_leave_no_files_open() -> None:
         return counts
 
     for counts in run_ranks(body, 2):
-        assert counts[1:] == counts[:1] * 3
+        assert max(counts) == counts[0]
 
 
 # --- what the system says -------------------------------------------------------------------------
@@ -326,7 +321,7 @@ def write_tower(path: Path, num_blocks: int, rows: int) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(head)) + head)
         for tensor in tensors.values():
-            file.write(memoryview(values[: tensor.nbytes].numpy()))
+            file.write(bytes(values[: tensor.nbytes].numpy()))
 
 
 def measure(rank: int, path: Path, num_blocks: int, rows: int, gathers: bool) -> dict[str, int]:
@@ -335,7 +330,7 @@ def measure(rank: int, path: Path, num_blocks: int, rows: int, gathers: bool) ->
     backend = CpuBackend()
     # What the first use of everything costs belongs to the baseline.
     warm_up(rank)
-    gc.collect()
+    settle()
     dist.barrier()
     allocated, before = backend.memory().allocated, proportional_nbytes()
     offloaded = dlo.offload(
@@ -350,7 +345,7 @@ def measure(rank: int, path: Path, num_blocks: int, rows: int, gathers: bool) ->
         for _ in range(2):
             model(torch.zeros(1, 1024, dtype=torch.bfloat16))
     backend.synchronize()
-    gc.collect()
+    settle()
     # Nobody ends, and so changes the others' shares, before all have measured.
     dist.barrier()
     taken = proportional_nbytes() - before
@@ -360,6 +355,12 @@ def measure(rank: int, path: Path, num_blocks: int, rows: int, gathers: bool) ->
     offloaded.shutdown()
     weights = num_blocks * rows * 1024 * 2
     return {"taken": taken, "device": device, "host": stats.host_bytes, "weights": weights}
+
+
+def settle() -> None:
+    """Give freed memory back to the system; gloo's own buffers are freed and kept by the C library."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def warm_up(rank: int) -> None:
