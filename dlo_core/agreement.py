@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
+import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -122,6 +123,9 @@ class GroupAgreement(Agreement):
             raise self._nobody("offload()", error.ranks, error) from None
         except RuntimeError as error:
             raise self._nobody("offload()", (), error) from error
+        # A model that is forgotten without disable() takes its groups along.
+        self._finalizer = weakref.finalize(self, release_group, self._group)
+        self._finalizer.atexit = False
 
     def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
         """Return a new process group of the same ranks; all of them must call this.
@@ -170,8 +174,8 @@ class GroupAgreement(Agreement):
 
     def close(self) -> None:
         """Destroy the control group; local."""
-        group, self._group = self._group, None
-        release_group(group)
+        self._group = None
+        self._finalizer()
 
     def _arrive(self) -> str:
         """Tell the store that this rank came to the next exchange."""

@@ -135,6 +135,9 @@ class GlooCollective(Collective):
         self._group: ProcessGroup | None = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        # A model that is forgotten without disable() takes its group along.
+        self._finalizer = weakref.finalize(self, release_group, group)
+        self._finalizer.atexit = False
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """Queue the gather."""
@@ -143,8 +146,8 @@ class GlooCollective(Collective):
 
     def close(self) -> None:
         """Destroy the group; local."""
-        group, self._group = self._group, None
-        release_group(group)
+        self._group = None
+        self._finalizer()
 
     def __repr__(self) -> str:
         """Show rank and size."""

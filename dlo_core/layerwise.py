@@ -380,7 +380,7 @@ class LayerwiseOffload:
             )
 
 
-def agreement_of(group: ProcessGroup | None, timeout_s: float) -> Agreement:
+def agreement_of(group: ProcessGroup | Agreement | None, timeout_s: float) -> Agreement:
     """Return how the ranks of ``group`` agree; all of them must call this.
 
     Raises:
@@ -389,6 +389,8 @@ def agreement_of(group: ProcessGroup | None, timeout_s: float) -> Agreement:
     """
     if group is None:
         return LoneAgreement()
+    if isinstance(group, Agreement):
+        return group
     member = check_member(group)
     if dist.get_world_size(member) == 1:
         return LoneAgreement()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 __all__ = ["Call", "Pass", "Program", "make_program"]
 
@@ -81,11 +82,13 @@ class _Model:
         order: In which it runs its blocks.
         ring_known: Whether the tape's ring order is this order, on all ranks.
         fresh: Whether it had no pass yet.
+        open: Whether its pass is open still, because the root was not called.
     """
 
     order: list[int]
     ring_known: bool
     fresh: bool = True
+    open: bool = False
 
 
 @dataclass
@@ -111,13 +114,21 @@ class _Maker:
 
     def _add_pass(self, number: int) -> None:
         model = self.models[number]
-        kind = self.rng.choices(
-            ["differ", "alike", "whole", "shuffled", "rootless", "wild"], [10, 3, 4, 2, 2, 1]
-        )[0]
-        rooted = kind != "rootless"
-        if kind in ("differ", "wild"):
+        kinds = {"differ": 10, "alike": 3, "whole": 4, "shuffled": 2, "wild": 1, "rootless": 2}
+        if not model.open:
+            # Without a root a second pass would go on in the first one's turn.
+            kinds["loose"] = 2
+        kind = self.rng.choices(list(kinds), list(kinds.values()))[0]
+        rooted = kind not in ("rootless", "loose")
+        if model.open and kind == "rootless":
+            rooted = True
+        model.open = not rooted
+        if kind in ("differ", "wild", "loose"):
             lists = [self._calls(model, wild=kind == "wild") for _ in range(self.size)]
-            self.even = self.even and kind == "differ" and model.ring_known
+            if kind == "loose":
+                # A rank that calls nothing has no pass.
+                lists = [calls or (Call(self.rng.choice(model.order)),) for calls in lists]
+            self.even = self.even and kind != "wild" and model.ring_known
         else:
             order = list(model.order)
             if kind == "shuffled":
@@ -145,9 +156,9 @@ class _Maker:
             blocks = [block for block in blocks if rng.random() < keep]
         if blocks and rng.random() < 0.2:
             blocks = blocks[: rng.randrange(len(blocks))]
-        return tuple(self._nest(model.order, blocks))
+        return tuple(self._nest(set(pairwise(model.order)), blocks))
 
-    def _nest(self, order: list[int], blocks: list[int]) -> list[Call]:
+    def _nest(self, neighbours: set[tuple[int, int]], blocks: list[int]) -> list[Call]:
         """Make calls of ``blocks``: repeats, failures, and neighbours inside each other."""
         rng, made, at = self.rng, [], 0
         while at < len(blocks):
@@ -156,7 +167,7 @@ class _Maker:
                 levels < self.depth
                 and at + levels < len(blocks)
                 and rng.random() < 0.1
-                and order.index(blocks[at + levels]) == order.index(blocks[at + levels - 1]) + 1
+                and (blocks[at + levels - 1], blocks[at + levels]) in neighbours
             ):
                 levels += 1
             call = self._leaf(blocks[at + levels - 1])
@@ -191,6 +202,9 @@ def make_program(seed: int) -> Program:
         registered = rng.random() < 0.6
         if not registered:
             rng.shuffle(order)
+            if rng.random() < 0.3:
+                # One block runs twice in a forward.
+                order.insert(rng.randrange(n), rng.choice(order))
         models.append(_Model(order, order == sorted(order)))
         first += n
     maker = _Maker(rng, depth, size, models)

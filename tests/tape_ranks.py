@@ -140,6 +140,7 @@ class _Rank:
 
     def _run_pass(self, one: Pass) -> None:
         tape = self.tapes[one.model]
+        order, skipped = tape.order, tape.num_skipped
         try:
             if not one.rooted:
                 self._run_calls(one.calls)
@@ -157,8 +158,10 @@ class _Rank:
             _check("inside each other" in str(error), f"no UseError is due here: {error}")
             self.num_refused += 1
         _check(not self.pool.busy, "nothing is bound between two passes")
-        self.turns.append((one.model, -(-tape.pos // tape.n)))
+        if self.program.gathers and tape.n > tape.depth and tape.order == order:
+            _check(tape.num_skipped == skipped, "every fill is made where the ranks gather")
         if one.rooted:
+            self.turns.append((one.model, tape.base))
             _check(tape.base == tape.pos, "a pass ends at a whole turn")
             _check(tape.issued == tape.base + tape.depth - 1, "a pass ends with a prefetch")
 
@@ -245,7 +248,7 @@ def run_program(program: Program, tape: type[Tape] = Tape) -> Outcome:
         _check(len({ask.model for ask in asked}) == 1, "the ranks agree on the same model")
         order = agreed_order([ask.calls for ask in asked])
         differ = len({ask.calls for ask in asked}) > 1
-        learnt = learnt or (differ and order is not None and order != tuple(sorted(order)))
+        learnt = learnt or (differ and order is not None and list(order) != sorted(set(order)))
         answers.append((asked[0].model, (order, max(ask.issued for ask in asked))))
     even = all(rank.turns == ranks[0].turns for rank in ranks)
     stuck = program.gathers and _is_stuck([rank.filler.steps for rank in ranks])

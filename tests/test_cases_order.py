@@ -6,16 +6,17 @@ Each docstring has the address of the thread; the fault told there must not be o
 from __future__ import annotations
 
 import itertools
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import nn
-
-import dlo_core as dlo
 from poison import PoisonBackend
 from ranks import run_ranks
+from torch import nn
 from toys import Block, OrderedToy, Toy, WideBlock, inputs, make_toy, same_bits, twin
+
+import dlo_core as dlo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,7 +83,7 @@ def test_the_witness_sees_a_wrong_block() -> None:
     model = make_toy(3)
     witness = Witness(model, twin(model))
     model.blocks[1], model.blocks[2] = model.blocks[2], model.blocks[1]
-    model.blocks[1].norm.weight.data += 1  # type: ignore[union-attr,operator]
+    attrgetter("blocks.1.norm.weight")(model).add_(1)
     model(inputs())
     assert witness.wrong == [2]
 
@@ -118,11 +119,10 @@ def test_blocks_that_run_in_another_order_than_registered(
 def test_an_order_that_changes_between_forwards() -> None:
     """B15, https://github.com/huggingface/diffusers/pull/11375"""
     model = frozen(OrderedToy([Block() for _ in range(4)], range(4)))
-    reference = twin(model)
-    assert isinstance(reference, OrderedToy)
+    reference: Any = twin(model)
     dlo.offload(model, device=PoisonBackend(0))
     for seed, order in enumerate(itertools.permutations(range(4))):
-        model.order = reference.order = list(order)
+        reference.order = model.order = list(order)
         assert torch.equal(model(inputs(seed)), reference(inputs(seed))), order
 
 
@@ -132,11 +132,10 @@ def test_an_order_that_changes_between_forwards_on_two_ranks_alike() -> None:
     def job(rank: int) -> bool:
         torch.manual_seed(0)
         model = frozen(OrderedToy([Block() for _ in range(4)], range(4)))
-        reference = twin(model)
-        assert isinstance(reference, OrderedToy)
+        reference: Any = twin(model)
         offloaded = dlo.offload(model, device=PoisonBackend(0), group=dist.group.WORLD)
         for seed, order in enumerate([(0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0), (0, 1, 2, 3)]):
-            model.order = reference.order = list(order)
+            reference.order = model.order = list(order)
             assert torch.equal(model(inputs(seed)), reference(inputs(seed))), order
         offloaded.disable()
         return True
@@ -207,7 +206,7 @@ def test_one_block_only(size: int) -> None:
 def test_no_block_is_refused() -> None:
     """An empty list is an error that says so (no public report)."""
     model = Toy([])
-    with pytest.raises(dlo.ConfigError, match="'blocks' is an empty ModuleList"):
+    with pytest.raises(dlo.ConfigError, match=r"'blocks'.*empty"):
         dlo.offload(model, device=PoisonBackend())
     assert dlo.offloaded(model) is None
     model(inputs())
@@ -271,13 +270,14 @@ def test_guidance_as_two_whole_passes_a_step(size: int) -> None:
         reference = twin(model)
         group = dist.group.WORLD if size > 1 else None
         offloaded = dlo.offload(model, device=PoisonBackend(0), group=group)
+        results = []
         for net in (reference, model):
             x = inputs(rank)
             for step in range(3):
                 with_prompt, without = net(x + step), net(x - step)
                 x = without + 4.0 * (with_prompt - without)
-            net.result = x
-        assert torch.equal(model.result, reference.result)  # type: ignore[arg-type]
+            results.append(x)
+        assert torch.equal(*results)
         assert offloaded.stats().passes == 6
         offloaded.disable()
         return True

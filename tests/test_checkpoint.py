@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from toys import same_bits
 
 from dlo_core import checkpoint as module
 from dlo_core.checkpoint import Checkpoint
 from dlo_core.errors import CheckpointError, ConfigError
-from toys import same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

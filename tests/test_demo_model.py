@@ -91,6 +91,18 @@ def test_sampling_is_deterministic_and_follows_its_seed(model: DigitTransformer)
     assert not torch.equal(first, other)
 
 
+@pytest.mark.parametrize("name", ["wide_blocks.0.mlp.0.weight", "blocks.10.attention.out.bias"])
+def test_one_wrong_bit_in_one_weight_changes_the_images(model: DigitTransformer, name: str) -> None:
+    """So that equal images prove something about the weights."""
+    wrong = load_model()
+    weight = wrong.get_parameter(name).view(torch.int16)
+    weight.view(-1)[0] ^= 1
+    labels = torch.arange(10)
+    right_images = sample(model, labels, seed=1, num_steps=2, guidance=2.0)
+    wrong_images = sample(wrong, labels, seed=1, num_steps=2, guidance=2.0)
+    assert not torch.equal(right_images, wrong_images)
+
+
 def test_drawn_digits_look_like_their_class(model: DigitTransformer) -> None:
     """Images of one class lie closer together than images of different classes."""
     labels = torch.arange(10).repeat(4)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from toys import Block, Toy, WideBlock
 
 from dlo_core.discovery import FoundBlock, find_blocks
 from dlo_core.errors import ConfigError
-from toys import Block, Toy, WideBlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -354,11 +354,12 @@ def measure(rank: int, path: Path, num_blocks: int, rows: int, gathers: bool) ->
     stats = offloaded.stats()
     offloaded.shutdown()
     weights = num_blocks * rows * 1024 * 2
+    print(rank, taken/1e6, device/1e6, stats.host_bytes/1e6)
     return {"taken": taken, "device": device, "host": stats.host_bytes, "weights": weights}
 
 
 def settle() -> None:
-    """Give freed memory back to the system; gloo's own buffers are freed and kept by the C library."""
+    """Give freed memory back to the system: gloo's buffers are freed, but the C library keeps them."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -397,10 +398,13 @@ def test_a_process_takes_no_more_than_shards_and_slots(
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_a_small_process_holds_no_second_copy(gathers: bool, tmp_path: Path) -> None:
-    """As above with 24 blocks of 10 MB; what else a process does weighs more there."""
+    """As above with 6 blocks of 40 MB; what else a process does weighs more there.
+
+    Smaller blocks would measure the C library, which keeps what gloo frees of up to 32 MB.
+    """
     path = tmp_path / "model.safetensors"
-    write_tower(path, 24, 5_000)
-    for row in run_ranks(measure, 2, path, 24, 5_000, gathers):
+    write_tower(path, 6, 20_000)
+    for row in run_ranks(measure, 2, path, 6, 20_000, gathers):
         on_host = row["taken"] - row["device"]
         assert 0.95 * row["host"] <= on_host <= 1.05 * row["host"] + (12 << 20), row
         assert row["host"] <= 1.01 * row["weights"] / (2 if gathers else 1)

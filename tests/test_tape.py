@@ -426,6 +426,17 @@ def test_an_endless_first_pass_teaches_nothing_and_keeps_no_list() -> None:
     assert told == [()]
 
 
+def test_an_exchange_that_fails_closes_the_pool() -> None:
+    def agree(calls: tuple[int, ...], issued: int) -> tuple[None, int]:
+        raise TimeoutError("a rank did not come")
+
+    pool = make_pool(2)
+    tape = Tape(range(3), pool, Log(), agree=agree)
+    with pytest.raises(TimeoutError, match="did not come"):
+        run_pass(tape, range(3))
+    assert isinstance(pool.failure, TimeoutError)
+
+
 def test_before_a_new_order_the_old_tape_ends_at_the_same_fill_on_all_ranks() -> None:
     def agree(calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...], int]:
         return (1, 0, 2), issued + 4

@@ -1,0 +1,262 @@
+"""The recorder: every access of every slot, stage and host shard, and the races among them.
+
+Two accesses race when they touch a common byte, one of them writes, and neither happened before the
+other by the vector clocks: then the events of the engine do not order them, whatever the schedule
+of the present run was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dlo_core.testing.clocks import Clocks, Stamp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dlo_core.layerwise import LayerwiseOffload
+    from dlo_core.testing.backend import SimBackend, SimEvent
+
+__all__ = ["Access", "Race", "Recorder"]
+
+# The event that should have ordered two accesses of a buffer, by what came first and second.
+_MISSING = {
+    ("slot", "write", "read"): "slot.filled",
+    ("slot", "read", "write"): "slot.drained",
+    ("slot", "write", "write"): "slot.filled or slot.copied",
+    ("stage", "write", "read"): "stage.filled",
+    ("stage", "read", "write"): "stage.drained",
+    ("stage", "write", "write"): "stage.drained",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One access.
+
+    Attributes:
+        op: ``copy``, ``gather``, ``check``, ``compute`` or ``host``.
+        timeline: The stream, or the host.
+        buffer: Such as ``slot 0``.
+        what: The block and the fill that the buffer is to hold.
+        write: Whether it writes.
+        start: First byte in the buffer.
+        stop: End.
+        stamp: When.
+    """
+
+    op: str
+    timeline: str
+    buffer: str
+    what: str
+    write: bool
+    start: int
+    stop: int
+    stamp: Stamp
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        verb = "writes" if self.write else "reads"
+        return f"{self.op} on {self.timeline} {verb} {self.buffer} ({self.what})"
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Two accesses that nothing orders.
+
+    Attributes:
+        first: The one that was queued first.
+        second: The other.
+        missing: The event that should order them.
+    """
+
+    first: Access
+    second: Access
+    missing: str
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        return f"{self.first} and {self.second} are not ordered; missing: {self.missing}"
+
+
+class Recorder:
+    """Keeps the clocks and accesses of one rank."""
+
+    def __init__(self) -> None:
+        """Start with nothing; ``watch`` an offload once it is enabled."""
+        self.backend: SimBackend | None = None
+        self.races: list[Race] = []
+        self.num_accesses = 0
+        self.log: list[Access] = []
+        self._clocks = Clocks()
+        self._events: dict[int, tuple[Any, Stamp]] = {}
+        self._offload: LayerwiseOffload | None = None
+        self._buffers: dict[int, tuple[str, Any]] = {}
+        self._live: dict[int, list[Access]] = {}
+
+    def watch(self, offload: LayerwiseOffload) -> Recorder:
+        """Name the buffers of an enabled offload; from now on their accesses are compared."""
+        engine = offload.engine
+        assert engine is not None
+        self._offload = offload
+        for slot in engine.pool.slots:
+            self._buffers[_storage(slot.buffer)] = (f"slot {slot.index}", slot)
+        for stage in engine.pool.stages:
+            self._buffers[_storage(stage.buffer)] = (f"stage {stage.index}", stage)
+        self._buffers[_storage(engine.store.slab)] = ("host slab", engine.store)
+        return self
+
+    def compute(self) -> TorchDispatchMode:
+        """Return a context in which torch operations on watched buffers count as compute."""
+        return _Watcher(self)
+
+    def check(self) -> None:
+        """Raise when there was a race.
+
+        Raises:
+            AssertionError: Lists the first ones.
+        """
+        if self.races:
+            shown = "\n".join(str(race) for race in self.races[:5])
+            raise AssertionError(f"{len(self.races)} races:\n{shown}")
+
+    # --- what the backend tells ---------------------------------------------------------------
+
+    def records(self, timeline: str, event: SimEvent) -> None:
+        """Note that ``event`` marks this moment of ``timeline``."""
+        self._events[id(event)] = (event, self._clocks.tick(timeline))
+
+    def waits(self, timeline: str, event: SimEvent) -> None:
+        """Note that later work of ``timeline`` waits for ``event``."""
+        recorded = self._events.get(id(event))
+        if recorded is not None:
+            self._clocks.join(timeline, recorded[1])
+
+    def host_waits(self, event: SimEvent) -> None:
+        """Note that the host waited for ``event``."""
+        self.waits("host", event)
+
+    def host_waits_for_all(self) -> None:
+        """Note that the host waited for everything."""
+        self._clocks.join_all("host")
+
+    def accesses(
+        self,
+        timeline: str,
+        op: str,
+        *,
+        reads: Iterable[torch.Tensor] = (),
+        writes: Iterable[torch.Tensor] = (),
+    ) -> None:
+        """Note accesses, and compare those of watched buffers with earlier ones."""
+        stamp = self._clocks.tick(timeline)
+        for write, tensors in ((False, reads), (True, writes)):
+            for tensor in tensors:
+                storage = _storage(tensor)
+                if storage in self._buffers and tensor.numel():
+                    self._note(self._access(op, timeline, tensor, write, stamp), storage)
+
+    def _access(
+        self, op: str, timeline: str, tensor: torch.Tensor, write: bool, stamp: Stamp
+    ) -> Access:
+        name, buffer = self._buffers[_storage(tensor)]
+        start = tensor.storage_offset() * tensor.element_size()
+        length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        stop = start + length * tensor.element_size()
+        return Access(op, timeline, name, self._what(buffer), write, start, stop, stamp)
+
+    def _what(self, buffer: Any) -> str:
+        tape = getattr(buffer, "tape", None)
+        if tape is None:
+            return "no fill known"
+        return f"fill {buffer.fill} of {self._names()[tape.block(buffer.fill)]!r}"
+
+    def _names(self) -> tuple[str, ...]:
+        assert self._offload is not None
+        return self._offload.blocks
+
+    def _note(self, access: Access, storage: int) -> None:
+        self.num_accesses += 1
+        self.log.append(access)
+        live = self._live.setdefault(storage, [])
+        kept = []
+        for other in live:
+            ordered = other.stamp.before(access.stamp)
+            overlap = other.start < access.stop and access.start < other.stop
+            if (
+                overlap
+                and (other.write or access.write)
+                and not ordered
+                and not _same(other, access)
+            ):
+                self._report(other, access)
+            covered = access.write and access.start <= other.start and other.stop <= access.stop
+            if not (covered and ordered):
+                kept.append(other)
+        kept.append(access)
+        self._live[storage] = kept
+
+    def _report(self, first: Access, second: Access) -> None:
+        kind = first.buffer.split()[0]
+        verbs = tuple("write" if access.write else "read" for access in (first, second))
+        self.races.append(Race(first, second, _MISSING.get((kind, *verbs), "an event")))
+
+
+def _same(first: Access, second: Access) -> bool:
+    """Return whether both belong to one operation (a gather in place reads what it writes)."""
+    return first.stamp is second.stamp
+
+
+class _Watcher(TorchDispatchMode):
+    """Tells the recorder what torch operations of the host thread read and write."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        backend = self._recorder.backend
+        if backend is not None and not backend.world.executing:
+            self._tell(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _tell(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        reads, writes = [], []
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, torch.Tensor) and _has_storage(tensor):
+                    (writes if written else reads).append(tensor)
+        for tensor in tree_leaves(kwargs):
+            if isinstance(tensor, torch.Tensor) and _has_storage(tensor):
+                reads.append(tensor)
+        if not _only_views(func):
+            self._recorder.accesses("compute", "compute", reads=reads, writes=writes)
+
+
+def _only_views(func: Any) -> bool:
+    """Return whether the operation only makes another view and touches no byte."""
+    returns = func._schema.returns
+    return bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
