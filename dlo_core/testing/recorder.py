@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dlo_core.layout import span_nbytes
 from dlo_core.testing.clocks import Clocks, Stamp
 
 if TYPE_CHECKING:
@@ -165,9 +166,9 @@ class Recorder:
         self, op: str, timeline: str, tensor: torch.Tensor, write: bool, stamp: Stamp
     ) -> Access:
         name, buffer = self._buffers[_storage(tensor)]
-        start = tensor.storage_offset() * tensor.element_size()
-        length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        stop = start + length * tensor.element_size()
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        stop = start + span_nbytes(shape, stride, tensor.element_size())
         return Access(op, timeline, name, self._what(buffer), write, start, stop, stamp)
 
     def _what(self, buffer: Any) -> str:
@@ -203,8 +204,8 @@ class Recorder:
 
     def _report(self, first: Access, second: Access) -> None:
         kind = first.buffer.split()[0]
-        verbs = tuple("write" if access.write else "read" for access in (first, second))
-        self.races.append(Race(first, second, _MISSING.get((kind, *verbs), "an event")))
+        verb, then = ("write" if access.write else "read" for access in (first, second))
+        self.races.append(Race(first, second, _MISSING.get((kind, verb, then), "an event")))
 
 
 def _same(first: Access, second: Access) -> bool:
@@ -216,7 +217,7 @@ class _Watcher(TorchDispatchMode):
     """Tells the recorder what torch operations of the host thread read and write."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(
@@ -233,7 +234,8 @@ class _Watcher(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _tell(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        reads, writes = [], []
+        reads: list[torch.Tensor] = []
+        writes: list[torch.Tensor] = []
         for argument, value in zip(func._schema.arguments, args, strict=False):
             written = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tree_leaves(value):

@@ -288,7 +288,7 @@ class World:
         return True
 
     def execute(self, work: Callable[[], object]) -> None:
-        """Do work of a stream: with the modes of a worker, and no compute in the recorder's eyes."""
+        """Do work of a stream, in the modes of a worker; to the recorder it is no compute."""
         before, self.executing = self.executing, True
         try:
             with torch.inference_mode(False), torch.no_grad():
