@@ -353,13 +353,14 @@ class LayerwiseOffload:
     def _log_enabled(self) -> None:
         print_ = self._footprint
         assert print_ is not None
+        assert self._engine is not None
+        needs_all = self._gathers and any(plan.checkpoint is None for plan in self._engine.plans)
         mode = (
             f"gather mode, rank {self.rank} of {self.size}" if self._gathers else "rank-local mode"
         )
         _logger.info(
             "enabled %s in %s: %d blocks, %d bytes; device %d bytes (slots %d, stages %d, "
-            "remainder %d), "
-            "host %d bytes",
+            "remainder %d), host %d bytes%s",
             ", ".join(type(model).__name__ for model in self._models),
             mode,
             len(self.blocks),
@@ -369,15 +370,9 @@ class LayerwiseOffload:
             print_.stages_nbytes,
             print_.remainder_nbytes,
             print_.host_nbytes,
+            "; no checkpoint to restore from: disable() needs all ranks" if needs_all else "",
             extra=self._extra,
         )
-        assert self._engine is not None
-        if self._gathers and any(plan.checkpoint is None for plan in self._engine.plans):
-            _logger.info(
-                "disable() will need all %d ranks: there is no checkpoint to restore from",
-                self.size,
-                extra=self._extra,
-            )
 
 
 def agreement_of(group: ProcessGroup | Agreement | None, timeout_s: float) -> Agreement:

@@ -9,6 +9,7 @@ with a fresh request.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 import uuid
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["MissingRanks", "default_store", "meet", "new_group_of"]
 
 _POLL_S = 0.2
+# A group may have an order of its own since torch has this argument; before, it never had.
+_KEEP_ORDER: dict[str, Any] = (
+    {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+)
 _lock = threading.Lock()
 
 
@@ -114,7 +119,7 @@ def new_group_of(
     """Return a new process group of dlo's own; all members must call this, nobody else has to.
 
     Args:
-        members: Global ranks.
+        members: Global ranks, in the order of their group ranks.
         comm_library: Name of the ``torch.distributed`` backend.
         timeout_s: Seconds after which an operation of the group gives up.
         name: Fresh, and the same on every member.
@@ -128,6 +133,7 @@ def new_group_of(
             timeout=timedelta(seconds=timeout_s),
             backend=comm_library,
             use_local_synchronization=True,
+            **_KEEP_ORDER,
         )
     if not isinstance(made, dist.ProcessGroup):
         raise TypeError(f"torch.distributed.new_group returned {made!r} to a member of the group")

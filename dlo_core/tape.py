@@ -186,6 +186,10 @@ class Tape:
 
     def _find(self, block: int) -> int:
         """Return the fill that serves a call of ``block``: prefetched, called again, or missed."""
+        last = self.pos - 1
+        # A block called twice at once must not take its next place in a ring where it has two.
+        if last >= self.base and self.block(last) == block and self.holds(last):
+            return last
         for fill in range(self.pos, self.issued):
             if self.block(fill) == block and self.holds(fill):
                 return fill

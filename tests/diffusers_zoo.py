@@ -19,7 +19,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ZOO", "Order", "ZooModel", "build", "forward", "make_inputs", "stacked_blocks"]
+__all__ = ["ZOO", "Order", "ZooModel", "build", "cast_", "forward", "make_inputs", "stacked_blocks"]
 
 
 class Order(enum.Enum):
@@ -291,7 +291,7 @@ def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.
     Args:
         family: Key in ``ZOO``.
         seed: Of the weights.
-        dtype: Of all but the modules that the class keeps in float32, as from_pretrained() does it.
+        dtype: As ``cast_`` gives it, and from_pretrained().
     """
     entry = ZOO[family]
     torch.manual_seed(seed)
@@ -299,11 +299,16 @@ def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.
         **entry.config
     )
     _randomize(model, seed)
+    cast_(model, dtype)
+    return model.eval().requires_grad_(False)
+
+
+def cast_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give floating tensors a dtype, but for the modules that the class keeps in float32."""
     keep = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and not keep & set(name.split(".")):
             tensor.data = tensor.data.to(dtype)
-    return model.eval().requires_grad_(False)
 
 
 def make_inputs(

@@ -6,10 +6,11 @@ A read before the wait, or after the slot was given back, shows as NaN in the ou
 from __future__ import annotations
 
 import time
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dlo_core.cpu import CpuBackend, GlooCollective
+from dlo_core.cpu import CpuBackend, GlooCollective, PageableAllocator, PageableBuffer
 from dlo_core.cpu_stream import current_stream
 
 if TYPE_CHECKING:
@@ -19,6 +20,25 @@ if TYPE_CHECKING:
 __all__ = ["PoisonBackend"]
 
 _POISON = 0xFF
+
+
+class WatchedAllocator(PageableAllocator):
+    """Knows which of its buffers are still held."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[PageableBuffer]] = []
+
+    def allocate(self, nbytes: int) -> PageableBuffer:
+        """Return a buffer and remember it weakly."""
+        made = super().allocate(nbytes)
+        self._made.append(weakref.ref(made))
+        return made
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the buffers that were neither released nor collected."""
+        alive = [buffer for ref in self._made if (buffer := ref()) is not None]
+        return sum(buffer.nbytes for buffer in alive if buffer._tensor is not None)
 
 
 class PoisonBackend(CpuBackend):
@@ -32,6 +52,7 @@ class PoisonBackend(CpuBackend):
         super().__init__()
         self.delay_s = delay_s
         self.num_copies = 0
+        self.watched = self.allocator = WatchedAllocator()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return NaN bytes."""

@@ -174,7 +174,7 @@ class _Maker:
             for block in reversed(blocks[at : at + levels - 1]):
                 call = Call(block, (call,), rng.random() < 0.02, rng.random() < 0.5)
             made.append(call)
-            while levels == 1 and rng.random() < 0.1:
+            while levels == 1 and rng.random() < 0.15:
                 made.append(self._leaf(blocks[at]))
             at += levels
         return made
@@ -202,7 +202,7 @@ def make_program(seed: int) -> Program:
         registered = rng.random() < 0.6
         if not registered:
             rng.shuffle(order)
-            if rng.random() < 0.3:
+            if rng.random() < 0.5:
                 # One block runs twice in a forward.
                 order.insert(rng.randrange(n), rng.choice(order))
         models.append(_Model(order, order == sorted(order)))

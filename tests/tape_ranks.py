@@ -176,6 +176,9 @@ class _Rank:
     def _run_call(self, call: Call) -> None:
         tape = next(t for t in self.tapes if call.block in t.order)
         alone, pos = not self.pool.busy, tape.pos
+        held = [
+            s.fill for s in self.pool.slots if s.tape is tape and tape.block(s.fill) == call.block
+        ]
         try:
             slot = tape.before(call.block)
         except UseError as error:
@@ -183,6 +186,7 @@ class _Rank:
             raise
         try:
             self._check_bound(tape, slot, call.block)
+            _check(not held or slot.fill in held, "what a slot holds already is not filled again")
             if alone and tape.pos != pos:
                 _check(tape.issued == tape.pos + tape.depth - 1, "a call prefetches")
             self._run_calls(call.inner)

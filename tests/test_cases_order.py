@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 import torch.distributed as dist
 
+Model = TypeVar("Model", bound=Toy)
 LENGTHS = (1, 2, 3, 4, 5, 7)
 
 
@@ -46,7 +47,7 @@ class Witness:
         return check
 
 
-def frozen(model: Toy) -> Toy:
+def frozen(model: Model) -> Model:
     return model.requires_grad_(False)
 
 

@@ -229,7 +229,7 @@ def test_requires_grad_set_while_offloaded_is_kept() -> None:
     model = Toy([Block() for _ in range(3)])
     offloaded = dlo.offload(model, device=PoisonBackend())
     model.requires_grad_(False)
-    model.blocks[1].norm.weight.requires_grad_(True)
+    attrgetter("blocks.1.norm.weight")(model).requires_grad_(True)
     with torch.no_grad():
         model(inputs())
     offloaded.disable()

@@ -354,12 +354,11 @@ def measure(rank: int, path: Path, num_blocks: int, rows: int, gathers: bool) ->
     stats = offloaded.stats()
     offloaded.shutdown()
     weights = num_blocks * rows * 1024 * 2
-    print(rank, taken/1e6, device/1e6, stats.host_bytes/1e6)
     return {"taken": taken, "device": device, "host": stats.host_bytes, "weights": weights}
 
 
 def settle() -> None:
-    """Give freed memory back to the system: gloo's buffers are freed, but the C library keeps them."""
+    """Give memory back to the system that is free already: what gloo needed for a gather."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 

@@ -228,14 +228,17 @@ def test_a_block_called_again_at_once_costs_no_fill(gathers: bool) -> None:
 
 
 @both
-def test_the_latest_fill_serves_a_block_that_is_called_again(gathers: bool) -> None:
-    tape, _, pool = make_tape(2, 4, gathers=gathers)
-    tape.restart([0, 1, 0, 1])
-    assert tape.depth == 4
-    tape.begin_pass()
-    assert [call(tape, block) for block in (0, 1, 0)] == [0, 1, 2]
-    pool.slots[3].tape = None
-    assert call(tape, 0) == 4
+@every_depth
+def test_a_repeat_does_not_take_the_next_place_of_a_block_that_has_two(
+    depth: int, gathers: bool
+) -> None:
+    # With depth 3 the next place was prefetched and taken, and the pass went another turn alone.
+    tape, _, _ = make_tape(3, depth, gathers=gathers)
+    tape.restart([0, 1, 0, 2])
+    for turn in range(3):
+        served = run_pass(tape, [0, 0, 1, 0, 0, 2])
+        assert served == [4 * turn + place for place in (0, 0, 1, 2, 2, 3)]
+        assert tape.base == 4 * (turn + 1)
 
 
 @both

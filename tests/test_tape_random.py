@@ -99,7 +99,11 @@ PLANTED = {
     ),
     "skipped fills are made at a miss": ("self.issued = max(self.issued, fill)", "pass"),
     "skipped fills are made at the end": ("self.issued = max(self.issued, self.base)", "pass"),
-    "a repeat goes another turn": ("        if past:", "        if False:"),
+    "a held block is filled again": ("        if past:", "        if False:"),
+    "a repeat takes the next of the block's two places": (
+        "if last >= self.base and",
+        "if False and",
+    ),
     "a miss goes back": ("(turn + 1) * self.n + places[0]", "turn * self.n + places[0]"),
     "a model is entered from inside": ("if self._pool.busy:", "if False:"),
     "a take-over leaves the other's pass open": ("owner.end_pass()", "owner.open = False"),

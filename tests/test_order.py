@@ -1,0 +1,265 @@
+"""The order of work: right bits however late or early streams run, and no wait that is not needed.
+
+On the late device (``late.py``) each of the waits and records in ``transfer.py`` that order data is
+taken out in turn, and some choice of eager streams then gives wrong bits. A new one without its
+case here fails a test, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import types
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from late import LateBackend, LateToy
+from ranks import run_ranks
+
+import dlo_core.engine
+import dlo_core.transfer
+from dlo_core import offload
+from dlo_core.errors import DloError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Eager = tuple[str, ...]
+    Calls = Sequence[Sequence[int] | None]
+
+LOCAL, STAGED, IN_PLACE = "local", "staged", "in place"
+MODES = (LOCAL, STAGED, IN_PLACE)
+LATE: Eager = ()
+EVERY_EAGER: tuple[Eager, ...] = (
+    LATE,
+    ("copy",),
+    ("comm",),
+    ("compute",),
+    ("copy", "comm"),
+    ("copy", "comm", "compute"),
+)
+WHOLE: Calls = (None, None, None)
+
+
+def run_late(
+    mode: str,
+    backend: LateBackend,
+    *,
+    n: int = 5,
+    depth: int = 2,
+    calls: Calls = WHOLE,
+) -> list[torch.Tensor]:
+    """Run passes on the late device without a wait of the host; return what differs.
+
+    Args:
+        mode: With or without a gather over all ranks, staged or in place.
+        backend: The device.
+        n: Blocks.
+        depth: Slots.
+        calls: The blocks of each pass; None is all.
+    """
+    torch.set_grad_enabled(False)
+    model = LateToy(n)
+    resident = copy.deepcopy(model)
+    done = offload(
+        model,
+        device=backend,
+        group=None if mode == LOCAL else dist.group.WORLD,
+        depth=depth,
+        stages=0 if mode == IN_PLACE else 2,
+        timeout_s=10.0,
+    )
+    backend.calls.clear()
+    got, expected = [], []
+    for number, blocks in enumerate(calls):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
+        for outputs, one, device in ((got, model, backend), (expected, resident, None)):
+            try:
+                outputs.append(one(x, device, blocks))
+            except ArithmeticError:
+                outputs.append(x)
+    waits = Counter(backend.calls)
+    backend.synchronize()
+    done.shutdown()
+    assert not waits, f"the host waited on the hot path: {waits}"
+    return [a for a, b in zip(got, expected, strict=True) if not torch.equal(a, b)]
+
+
+def wrong_outputs(mode: str, size: int, make: Callable[[], LateBackend], **how: Any) -> int:
+    """Return on how many outputs the ranks are wrong."""
+
+    def child(rank: int) -> int:
+        return len(run_late(mode, make(), **how))
+
+    return sum(run_ranks(child, size)) if size > 1 else child(0)
+
+
+def sizes(mode: str) -> tuple[int, ...]:
+    return (1,) if mode == LOCAL else (2, 3)
+
+
+PROGRAMS: dict[str, Calls] = {
+    "whole": WHOLE,
+    "blocks are skipped": ((0, 2, 4), (1,), (), None, (3, 4), None),
+    "blocks repeat": ((0, 0, 1, 2, 2, 2, 3, 4, 4), (0, 1, 1), None),
+    "order changes": ((2, 0, 3, 1, 4), (2, 0, 3, 1, 4), (4, 3, 2, 1, 0), None),
+    "a pass fails": ((0, 1, -1), None, (-1,), (0, -1), None),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_bits_are_right_however_late_or_early_streams_run(program: str, mode: str) -> None:
+    makes = [partial(LateBackend, eager) for eager in EVERY_EAGER]
+    makes += [partial(LateBackend, seed=seed) for seed in range(6)]
+
+    def child(rank: int) -> int:
+        return sum(len(run_late(mode, make(), calls=PROGRAMS[program])) for make in makes)
+
+    for size in sizes(mode):
+        assert (sum(run_ranks(child, size)) if size > 1 else child(0)) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
+def test_bits_are_right_for_any_number_of_blocks_and_slots(n: int, mode: str) -> None:
+    def child(rank: int) -> int:
+        return sum(
+            len(run_late(mode, LateBackend(eager), n=n, depth=depth))
+            for depth in (2, 3, 4)
+            for eager in (LATE, ("copy",), ("copy", "comm"))
+        )
+
+    for size in sizes(mode):
+        assert (sum(run_ranks(child, size)) if size > 1 else child(0)) == 0
+
+
+# --- no superfluous wait --------------------------------------------------------------------------
+
+SKIPPING: Calls = ((0, 4), (0, 4), (0, 4), None)
+# What breaks without the call: the mode, the streams that run early, and the passes.
+NEEDED: dict[str, tuple[str, Eager, Calls]] = {
+    "Transfer.acquire: stream.wait_event(slot.filled)": (LOCAL, LATE, WHOLE),
+    "Transfer.release: stream.record_event(slot.drained)": (LOCAL, ("copy",), WHOLE),
+    "LocalTransfer.fill: self._copy_stream.wait_event(slot.drained)": (LOCAL, ("copy",), WHOLE),
+    "LocalTransfer.fill: self._copy_stream.record_event(slot.filled)": (LOCAL, LATE, WHOLE),
+    "StagedTransfer.fill: self._comm_stream.wait_event(stage.filled)": (STAGED, ("comm",), WHOLE),
+    "StagedTransfer.fill: self._comm_stream.wait_event(slot.drained)": (
+        STAGED,
+        ("copy", "comm"),
+        WHOLE,
+    ),
+    "StagedTransfer.fill: self._comm_stream.record_event(stage.drained)": (
+        STAGED,
+        ("copy",),
+        WHOLE,
+    ),
+    "StagedTransfer.fill: self._comm_stream.record_event(slot.filled)": (STAGED, LATE, WHOLE),
+    "StagedTransfer._stage_copy: self._copy_stream.wait_event(stage.drained)": (
+        STAGED,
+        ("copy",),
+        WHOLE,
+    ),
+    "StagedTransfer._stage_copy: self._copy_stream.record_event(stage.filled)": (
+        STAGED,
+        ("comm",),
+        WHOLE,
+    ),
+    "InPlaceTransfer.fill: self._copy_stream.wait_event(slot.filled)": (
+        IN_PLACE,
+        ("copy",),
+        SKIPPING,
+    ),
+    "InPlaceTransfer.fill: self._copy_stream.wait_event(slot.drained)": (
+        IN_PLACE,
+        ("copy", "comm"),
+        WHOLE,
+    ),
+    "InPlaceTransfer.fill: self._copy_stream.record_event(slot.copied)": (
+        IN_PLACE,
+        ("comm",),
+        WHOLE,
+    ),
+    "InPlaceTransfer.fill: self._comm_stream.wait_event(slot.copied)": (
+        IN_PLACE,
+        ("comm",),
+        WHOLE,
+    ),
+    "InPlaceTransfer.fill: self._comm_stream.record_event(slot.filled)": (IN_PLACE, LATE, WHOLE),
+}
+
+
+class Ordering(ast.NodeTransformer):
+    """Finds the statements that order data, and takes one of them out."""
+
+    def __init__(self, without: str | None = None) -> None:
+        self.found: list[str] = []
+        self._without = without
+        self._where: list[str] = []
+
+    def _enter(self, node: ast.ClassDef | ast.FunctionDef) -> ast.AST:
+        self._where.append(node.name)
+        self.generic_visit(node)
+        self._where.pop()
+        return node
+
+    visit_ClassDef = visit_FunctionDef = _enter
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        """Take the statement out if it is the one."""
+        call = node.value
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+            return node
+        if call.func.attr not in ("wait_event", "record_event") or is_timing(call, self._where):
+            return node
+        self.found.append(f"{'.'.join(self._where)}: {ast.unparse(call)}")
+        return None if self.found[-1] == self._without else node
+
+
+def is_timing(call: ast.Call, where: list[str]) -> bool:
+    """Return whether the call only takes a time: an event of ``times``, or any in ``mark``."""
+    event = ast.unparse(call.args[0])
+    return "times." in event or (where == ["Transfer", "mark"] and event == "event")
+
+
+def edited(without: str | None) -> tuple[types.ModuleType, list[str]]:
+    """Return ``transfer.py`` without one statement, and all that order data in it."""
+    tree = ast.parse(inspect.getsource(dlo_core.transfer))
+    ordering = Ordering(without)
+    module = types.ModuleType(dlo_core.transfer.__name__)
+    code = compile(ordering.visit(tree), "transfer.py without a wait", "exec")
+    exec(code, vars(module))
+    return module, ordering.found
+
+
+def test_every_wait_and_record_that_orders_data_has_its_case() -> None:
+    found = edited(None)[1]
+    assert sorted(found) == sorted(NEEDED)
+    calls = [
+        node.func.attr
+        for node in ast.walk(ast.parse(inspect.getsource(dlo_core.transfer)))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    assert calls.count("wait_event") == sum("wait_event" in name for name in found)
+
+
+@pytest.mark.parametrize("call", NEEDED)
+def test_bits_are_wrong_without(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode, eager, calls = NEEDED[call]
+    size = 1 if mode == LOCAL else 2
+    assert wrong_outputs(mode, size, partial(LateBackend, eager), calls=calls) == 0
+    module, found = edited(call)
+    assert found.count(call) == 1
+    for name in ("LocalTransfer", "StagedTransfer", "InPlaceTransfer"):
+        monkeypatch.setattr(dlo_core.engine, name, vars(module)[name])
+    try:
+        wrong = wrong_outputs(mode, size, partial(LateBackend, eager), calls=calls)
+    except DloError as error:
+        assert "another block's bytes" in str(error)
+    else:
+        assert wrong
