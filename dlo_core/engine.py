@@ -16,6 +16,7 @@ from dlo_core.progress import LoadProgress, reporting
 from dlo_core.refresh import new_tensors, spec_of
 from dlo_core.remainder import Remainder
 from dlo_core.restore import give_back, give_back_meta, let_go, tensor_from
+from dlo_core.shard import trailers_nbytes
 from dlo_core.slots import Pool
 from dlo_core.source import ModuleTensor, StoredTensor
 from dlo_core.streamer import Streamer
@@ -95,11 +96,15 @@ class Engine:
 
     def _make_blocks(self, digest: bytes) -> list[TravellingBlock]:
         made = []
+        size = self.collective.size
+        row = trailers_nbytes(1, size)
+        trailers = self._backend.empty(trailers_nbytes(len(self.shards), size))
+        self.trailers_nbytes = trailers.nbytes
         for number, shard in enumerate(self.shards):
             expected = None
             if shard.size > 1:
                 rows = expected_trailers(digest, number, shard.size)
-                expected = self._backend.empty(rows.nbytes).view(rows.shape)
+                expected = trailers[number * row : (number + 1) * row].view(rows.shape)
                 self._backend.copy(expected, rows)
             host = self.store.shard(number)
             made.append(TravellingBlock(shard, host, expected, BlockTimes.new(self._backend)))
@@ -174,6 +179,11 @@ class Engine:
     def remainder_nbytes(self) -> int:
         """Bytes of all resident tensors."""
         return sum(part.nbytes for parts in self.remainders for part in parts)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes that the offload holds on the device."""
+        return self.pool.nbytes + self.remainder_nbytes + self.trailers_nbytes
 
     def refresh(self) -> None:
         """Accept what changed in the models and place new tensors on the device."""

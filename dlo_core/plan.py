@@ -15,7 +15,7 @@ from dlo_core.discovery import FoundBlock, find_blocks
 from dlo_core.errors import CheckpointError, ConfigError, DloWarning
 from dlo_core.inventory import Inventory, Owned, take_inventory
 from dlo_core.layout import BlockLayout, TensorSpec
-from dlo_core.shard import ShardPlan
+from dlo_core.shard import ShardPlan, trailers_nbytes
 from dlo_core.source import Source, prove_checkpoint, prove_module
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Footprint:
         slots_nbytes: All slots.
         stages_nbytes: All stages.
         remainder_nbytes: What stays on the device.
+        trailers_nbytes: What every shard's trailer must be, in gather mode.
         host_nbytes: This rank's shards.
         blocks_nbytes: All blocks whole, as they would lie on the device.
     """
@@ -79,13 +80,14 @@ class Footprint:
     slots_nbytes: int
     stages_nbytes: int
     remainder_nbytes: int
+    trailers_nbytes: int
     host_nbytes: int
     blocks_nbytes: int
 
     @property
     def device_nbytes(self) -> int:
-        """All weight bytes on the device."""
-        return self.slots_nbytes + self.stages_nbytes + self.remainder_nbytes
+        """All bytes on the device."""
+        return self.slots_nbytes + self.stages_nbytes + self.remainder_nbytes + self.trailers_nbytes
 
 
 def plan_model(
@@ -195,6 +197,7 @@ def predict(plans: Sequence[ModelPlan], config: OffloadConfig) -> Footprint:
         slots_nbytes=num_slots * slot,
         stages_nbytes=config.stages * stage,
         remainder_nbytes=sum(plan.remainder.nbytes for plan in plans),
+        trailers_nbytes=trailers_nbytes(len(shards), shards[0].size),
         host_nbytes=sum(shard.nbytes for shard in shards),
         blocks_nbytes=sum(layout.nbytes for plan in plans for layout in plan.layouts),
     )

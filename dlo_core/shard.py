@@ -25,7 +25,7 @@ from dlo_core.layout import align_up
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["TRAILER_NBYTES", "Piece", "ShardPlan", "trailer"]
+__all__ = ["TRAILER_NBYTES", "Piece", "ShardPlan", "trailer", "trailers_nbytes"]
 
 TRAILER_NBYTES = 16
 
@@ -33,6 +33,11 @@ TRAILER_NBYTES = 16
 def trailer(digest: bytes, block: int, rank: int) -> bytes:
     """Return the 16 bytes that end a shard: 8 of the digest, the block, the rank."""
     return struct.pack("<8sII", digest[:8], block, rank)
+
+
+def trailers_nbytes(num_blocks: int, size: int) -> int:
+    """Return the bytes of all trailers that a rank expects; none where nothing is gathered."""
+    return TRAILER_NBYTES * num_blocks * size if size > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)

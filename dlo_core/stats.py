@@ -29,12 +29,16 @@ class BlockStats:
         state: Where its weights are.
         nbytes: Bytes of the whole block.
         exposed_ms: Milliseconds that the compute stream waited for it in the last pass.
+        transfer_ms: Milliseconds that its last copy and gather took.
+        overlap: 1 - exposed / transfer, not below 0; None when it did not run in the last pass.
     """
 
     name: str
     state: BlockState
     nbytes: int
     exposed_ms: float
+    transfer_ms: float
+    overlap: float | None
 
 
 @dataclass(frozen=True, slots=True)

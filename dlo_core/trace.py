@@ -67,22 +67,15 @@ def _spans(engine: Engine, streamer: Streamer) -> Iterator[Span]:
 
 def collect_stats(engine: Engine) -> Stats:
     """Return the statistics of ``engine`` on this rank."""
-    exposed = {
-        number: _elapsed(
-            engine.blocks[number].times.wait_start, engine.blocks[number].times.wait_end
-        )
-        for streamer in engine.streamers
-        for number in streamer.last_waited
-    }
-    exposed_ms = sum(value or 0.0 for value in exposed.values())
-    moved_ms = sum(_moved_ms(engine, number) for number in exposed)
+    ran = {number for streamer in engine.streamers for number in streamer.last_waited}
     blocks = tuple(
-        BlockStats(layout.name, _state(engine, number), layout.nbytes, exposed.get(number) or 0.0)
-        for number, layout in enumerate(engine.layouts)
+        _block_stats(engine, number, number in ran) for number in range(len(engine.layouts))
     )
+    exposed_ms = sum(blocks[number].exposed_ms for number in ran)
+    moved_ms = sum(blocks[number].transfer_ms for number in ran)
     tapes = [streamer.tape for streamer in engine.streamers]
     return Stats(
-        device_bytes=engine.pool.nbytes + engine.remainder_nbytes,
+        device_bytes=engine.device_nbytes,
         host_bytes=engine.store.nbytes,
         pinned_bytes=engine.store.pinned_nbytes,
         passes=sum(tape.num_passes for tape in tapes),
@@ -92,9 +85,21 @@ def collect_stats(engine: Engine) -> Stats:
         gathered_bytes=engine.transfer.gathered_nbytes,
         exposed_ms=exposed_ms,
         transfer_ms=moved_ms,
-        overlap=max(0.0, 1.0 - exposed_ms / moved_ms) if moved_ms else None,
+        overlap=_overlap(exposed_ms, moved_ms),
         blocks=blocks,
     )
+
+
+def _block_stats(engine: Engine, number: int, ran: bool) -> BlockStats:
+    times, layout = engine.blocks[number].times, engine.layouts[number]
+    exposed = (_elapsed(times.wait_start, times.wait_end) or 0.0) if ran else 0.0
+    moved = _moved_ms(engine, number)
+    overlap = _overlap(exposed, moved) if ran else None
+    return BlockStats(layout.name, _state(engine, number), layout.nbytes, exposed, moved, overlap)
+
+
+def _overlap(exposed_ms: float, moved_ms: float) -> float | None:
+    return max(0.0, 1.0 - exposed_ms / moved_ms) if moved_ms else None
 
 
 def _moved_ms(engine: Engine, number: int) -> float:

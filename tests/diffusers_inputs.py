@@ -276,3 +276,74 @@ def stable_audio(make: Maker) -> dict[str, Any]:
         "global_hidden_states": make.randn(make.batch, 1, 12),
         "rotary_embedding": (torch.ones(17, 4), torch.zeros(17, 4)),
     }
+
+
+def wan_vace(make: Maker) -> dict[str, Any]:
+    return wan(make) | {"control_hidden_states": make.randn(make.batch, 6, 2, 8, 8)}
+
+
+def wan_animate(make: Maker) -> dict[str, Any]:
+    return {
+        "hidden_states": make.randn(make.batch, 12, 3, 8, 8),
+        "timestep": make.steps(),
+        "encoder_hidden_states": make.randn(make.batch, 8, 20),
+        "encoder_hidden_states_image": make.randn(make.batch, 9, 12),
+        "pose_hidden_states": make.randn(make.batch, 4, 2, 8, 8),
+        "face_pixel_values": make.randn(make.batch, 3, 9, 16, 16),
+    }
+
+
+def mochi(make: Maker) -> dict[str, Any]:
+    return {
+        "hidden_states": make.randn(make.batch, 4, 2, 8, 8),
+        "encoder_hidden_states": make.randn(make.batch, 6, 16),
+        "timestep": make.steps(),
+        "encoder_attention_mask": make.ones(make.batch, 6),
+    }
+
+
+def cogvideox(make: Maker) -> dict[str, Any]:
+    return {
+        "hidden_states": make.randn(make.batch, 2, 4, 8, 8),
+        "encoder_hidden_states": make.randn(make.batch, 6, 12),
+        "timestep": make.steps(),
+    }
+
+
+def consisid(make: Maker) -> dict[str, Any]:
+    return cogvideox(make) | {
+        "id_cond": make.randn(make.batch, 2),
+        "id_vit_hidden": [make.randn(make.batch, 2, 2)],
+    }
+
+
+def allegro(make: Maker) -> dict[str, Any]:
+    return {
+        "hidden_states": make.randn(make.batch, 4, 2, 8, 8),
+        "encoder_hidden_states": make.randn(make.batch, 6, 12),
+        "timestep": make.steps(),
+    }
+
+
+def hidream(make: Maker) -> dict[str, Any]:
+    return {
+        "hidden_states": make.randn(make.batch, 4, 8, 8),
+        "timesteps": make.steps(),
+        "encoder_hidden_states_t5": make.randn(make.batch, 6, 12),
+        "encoder_hidden_states_llama3": make.randn(2, make.batch, 6, 12),
+        "pooled_embeds": make.randn(make.batch, 16),
+    }
+
+
+def prx(make: Maker) -> dict[str, Any]:
+    return {
+        "hidden_states": make.randn(make.batch, 4, 8, 8),
+        "timestep": make.sigma(),
+        "encoder_hidden_states": make.randn(make.batch, 6, 12),
+    }
+
+
+def bria(make: Maker) -> dict[str, Any]:
+    kw = flux(make)
+    del kw["pooled_projections"], kw["guidance"]
+    return kw

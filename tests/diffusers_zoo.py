@@ -27,6 +27,7 @@ class Order(enum.Enum):
 
     SEQUENTIAL = "stack after stack, each block once, in the order of its index"
     INTERLEAVED = "the blocks of two stacks take turns"
+    REPEATED = "some block runs more than once"
     CONDITIONAL = "a stack is skipped for some inputs"
 
 
@@ -280,6 +281,98 @@ ZOO: dict[str, ZooModel] = {
          "cross_attention_dim": 16, "time_proj_dim": 16, "global_states_input_dim": 12,
          "cross_attention_input_dim": 12},
         inputs.stable_audio, ("transformer_blocks",),
+    ),
+    "wan_vace": ZooModel(
+        "WanVACETransformer3DModel",
+        {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 6,
+         "in_channels": 4, "out_channels": 4, "text_dim": 20, "freq_dim": 16, "ffn_dim": 44,
+         "num_layers": 4, "cross_attn_norm": True, "rope_max_seq_len": 32,
+         "vace_layers": [0, 2], "vace_in_channels": 6},
+        inputs.wan_vace, ("vace_blocks", "blocks"),
+        reordered=True,
+    ),
+    "wan_animate": ZooModel(
+        "WanAnimateTransformer3DModel",
+        {"patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 6,
+         "in_channels": 12, "latent_channels": 4, "out_channels": 4, "text_dim": 20,
+         "freq_dim": 16, "ffn_dim": 44, "num_layers": 4, "cross_attn_norm": True,
+         "image_dim": 12, "rope_max_seq_len": 32,
+         "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8}, "motion_encoder_size": 16,
+         "motion_style_dim": 8, "motion_dim": 4, "motion_encoder_dim": 16,
+         "face_encoder_hidden_dim": 8, "face_encoder_num_heads": 2,
+         "inject_face_latents_blocks": 2, "motion_encoder_batch_size": 3},
+        inputs.wan_animate, ("motion_encoder.res_blocks", "blocks", "face_adapter"),
+        order=Order.REPEATED,
+        note="the motion encoder runs once for every 3 of 18 face images; its blocks have buffers; "
+             "face_adapter and blocks take turns",
+    ),
+    "mochi": ZooModel(
+        "MochiTransformer3DModel",
+        {"patch_size": 2, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 3,
+         "pooled_projection_dim": 16, "in_channels": 4, "text_embed_dim": 16,
+         "time_embed_dim": 4, "max_sequence_length": 6},
+        inputs.mochi, ("transformer_blocks",),
+        note="the last block is context_pre_only: another parameter layout",
+    ),
+    "cogvideox": ZooModel(
+        "CogVideoXTransformer3DModel",
+        {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4,
+         "out_channels": 4, "time_embed_dim": 4, "text_embed_dim": 12, "num_layers": 3,
+         "sample_width": 8, "sample_height": 8, "sample_frames": 8, "patch_size": 2,
+         "temporal_compression_ratio": 4, "max_text_seq_length": 6},
+        inputs.cogvideox, ("transformer_blocks",),
+    ),
+    "consisid": ZooModel(
+        "ConsisIDTransformer3DModel",
+        {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4,
+         "out_channels": 4, "time_embed_dim": 4, "text_embed_dim": 12, "num_layers": 4,
+         "sample_width": 8, "sample_height": 8, "sample_frames": 8, "patch_size": 2,
+         "temporal_compression_ratio": 4, "max_text_seq_length": 6, "is_train_face": True,
+         "cross_attn_interval": 2, "cross_attn_dim_head": 8, "cross_attn_num_heads": 2,
+         "LFE_id_dim": 2, "LFE_vit_dim": 2, "LFE_depth": 5, "LFE_dim_head": 8,
+         "LFE_num_heads": 2, "LFE_num_id_token": 1, "LFE_num_querie": 3, "LFE_output_dim": 10,
+         "LFE_ff_mult": 1, "LFE_num_scale": 1},
+        inputs.consisid, ("transformer_blocks", "perceiver_cross_attention"),
+        order=Order.INTERLEAVED,
+        note="local_facial_extractor.layers is a list of lists, which are never called",
+    ),
+    "allegro": ZooModel(
+        "AllegroTransformer3DModel",
+        {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4,
+         "out_channels": 4, "num_layers": 3, "cross_attention_dim": 24, "sample_width": 8,
+         "sample_height": 8, "sample_frames": 8, "caption_channels": 12},
+        inputs.allegro, ("transformer_blocks",),
+    ),
+    "sana": ZooModel(
+        "SanaTransformer2DModel",
+        {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2,
+         "attention_head_dim": 12, "num_layers": 3, "num_cross_attention_heads": 2,
+         "cross_attention_head_dim": 12, "cross_attention_dim": 24, "caption_channels": 12,
+         "sample_size": 8},
+        inputs.sana, ("transformer_blocks",),
+    ),
+    "hidream": ZooModel(
+        "HiDreamImageTransformer2DModel",
+        {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2,
+         "num_single_layers": 2, "attention_head_dim": 8, "num_attention_heads": 3,
+         "caption_channels": [12, 12], "text_emb_dim": 16, "num_routed_experts": 4,
+         "num_activated_experts": 2, "axes_dims_rope": (4, 2, 2), "max_resolution": (8, 8),
+         "llama_layers": [0, 1, 1, 0], "force_inference_output": True},
+        inputs.hidream, ("double_stream_blocks", "single_stream_blocks"),
+        note="which experts of a block run depends on the data",
+    ),
+    "prx": ZooModel(
+        "PRXTransformer2DModel",
+        {"in_channels": 4, "patch_size": 2, "context_in_dim": 12, "hidden_size": 24,
+         "mlp_ratio": 2.0, "num_heads": 3, "depth": 3, "axes_dim": [4, 4]},
+        inputs.prx, ("blocks",),
+    ),
+    "bria": ZooModel(
+        "BriaTransformer2DModel",
+        {"patch_size": 1, "in_channels": 8, "num_layers": 2, "num_single_layers": 3,
+         "attention_head_dim": 8, "num_attention_heads": 4, "joint_attention_dim": 24,
+         "axes_dims_rope": [2, 2, 4]},
+        inputs.bria, ("transformer_blocks", "single_transformer_blocks"),
     ),
 }
 # fmt: on

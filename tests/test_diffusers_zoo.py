@@ -36,14 +36,19 @@ pytestmark = [
 NUM_FORWARDS = 3
 PLAIN = sorted(family for family, entry in ZOO.items() if not entry.reads_outside)
 READS_OUTSIDE = sorted(set(ZOO) - set(PLAIN))
-# One of each kind: sequential, reordered, conditional, interleaved, several layouts, mixed dtypes.
-CHOSEN = ["flux", "flux3", "latte", "lumina2", "sd35", "wan"]
+# One of each kind: sequential, conditional, experts by data, interleaved, reordered, several
+# layouts, mixed dtypes, repeated.
+CHOSEN = ["flux", "flux3", "hidream", "latte", "lumina2", "sd35", "wan", "wan_animate"]
 
 # Where the found lists are not the zoo's stacks. diffusers declares the token refiner of
-# HunyuanVideo as one block, which is in no list; and all modes of Flux3, whose image_cond the
-# zoo's inputs do not use.
+# HunyuanVideo as one block, which is in no list; the faces of WanAnimate not at all; and all modes
+# of Flux3, whose image_cond the zoo's inputs do not use.
 _REFINER = "context_embedder.token_refiner.refiner_blocks"
-NOT_FOUND = {"hunyuan_video": {_REFINER}, "hunyuan_video15": {_REFINER}}
+NOT_FOUND = {
+    "hunyuan_video": {_REFINER},
+    "hunyuan_video15": {_REFINER},
+    "wan_animate": {"motion_encoder.res_blocks", "face_adapter"},
+}
 FOUND_TOO = {"flux3": {"mode_blocks.image_cond"}}
 
 

@@ -1,0 +1,1 @@
+"""The testing kit: simulated ranks, forked ranks, and a conformance suite for backends."""
