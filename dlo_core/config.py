@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -11,6 +11,8 @@ from dlo_core.errors import ConfigError
 __all__ = ["HOST_TIERS", "OffloadConfig"]
 
 HOST_TIERS = ("pinned", "pageable")
+# Ten years; a comm library counts in milliseconds or less and overflows some way beyond.
+_LONGEST_S = 315_360_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class OffloadConfig:
                 "write "
                 f"({self.resident!r},)"
             )
+        if not isinstance(self.resident, Iterable):
+            raise ConfigError(f"resident must be a sequence of dotted names; got {self.resident!r}")
         object.__setattr__(self, "resident", tuple(self.resident))
         if not all(isinstance(name, str) and name for name in self.resident):
             raise ConfigError(f"resident must hold non-empty dotted names; got {self.resident!r}")
@@ -102,5 +106,7 @@ def _is_int(value: Any) -> bool:
 def _check_seconds(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} must be a number of seconds; got {value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name} must be positive and finite; got {value!r}")
+    if not 0 < value <= _LONGEST_S:
+        raise ConfigError(
+            f"{name} must be positive and at most {_LONGEST_S:,} seconds; got {value!r}"
+        )

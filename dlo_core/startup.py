@@ -11,6 +11,7 @@ from torch import nn
 
 from dlo_core._version import __version__
 from dlo_core.agreement import agree_on
+from dlo_core.binding import Placeholder
 from dlo_core.collective import LoneCollective
 from dlo_core.engine import Engine
 from dlo_core.errors import ConfigError
@@ -93,7 +94,9 @@ class Startup:
 
     def _plan(self, request: Request, plans: list[ModelPlan]) -> None:
         """Append a plan for every model."""
-        models = request.models
+        models, progress = request.models, request.progress
+        if not (isinstance(progress, bool) or callable(progress)):
+            raise ConfigError(f"progress must be True, False or a function; got {progress!r}")
         if not models:
             raise ConfigError("enable() needs at least one model")
         for model in models:
@@ -182,6 +185,12 @@ def _check_model(model: object) -> None:
                 f"{type(model).__name__} cannot be offloaded: {what} is offloaded already (or was "
                 "shut down); call dlo_core.offloaded(model).disable() first"
             )
+    for name, tensor in model.named_parameters():
+        if isinstance(tensor, Placeholder):
+            raise ConfigError(
+                f"{type(model).__name__} cannot be offloaded: {name!r} belongs to a model that is "
+                "offloaded already (or was shut down); disable() that one first"
+            )
 
 
 def _check_disjoint(models: Sequence[nn.Module]) -> None:
@@ -207,7 +216,14 @@ def _one_each(checkpoint: Checkpoints, count: int) -> list[Path | None]:
                 f"{str(checkpoint)!r}"
             )
         return [checkpoint]
-    paths = list(checkpoint)
+    given = checkpoint if isinstance(checkpoint, list | tuple) else [checkpoint]
+    paths: list[Path | None] = []
+    for path in given:
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise ConfigError(
+                f"checkpoint= must be a path, or a sequence with one a model; got {checkpoint!r}"
+            )
+        paths.append(path)
     if len(paths) != count:
         raise ConfigError(f"{count} models need {count} checkpoints; got {len(paths)}")
     return paths

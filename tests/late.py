@@ -253,7 +253,7 @@ class LateBackend(CpuBackend):
             self._advance(ticket.stream)
 
     def queued(self) -> None:
-        """Run what may run already, now that something was queued."""
+        """Run what may run already, now that something was queued or done."""
         while True:
             ready = [s for s in self._all if s.role in self._eager and s.ready]
             if self._random is not None and self._random.random() < 0.5:
@@ -264,9 +264,11 @@ class LateBackend(CpuBackend):
 
     def _advance(self, stream: LateStream) -> None:
         head = stream.items[0]
-        if isinstance(head, Ticket):
+        if isinstance(head, Ticket) and not head.reached:
             self.drive(head)
-        stream.step()
+        else:
+            stream.step()
+            self.queued()
 
 
 class LateBlock(nn.Module):

@@ -47,4 +47,4 @@ def nothing_left(backend: PoisonBackend) -> Iterator[None]:
     deadline = time.monotonic() + _PATIENCE_S
     while (after := holdings(backend)) != before and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert after == before
+    assert after == before, f"{before} became {after}"

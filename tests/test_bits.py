@@ -184,7 +184,8 @@ def flip_one_bit(rank: int, cell: Cell) -> list[str]:
     engine = offloaded.engine
     assert engine is not None
     if rank == 1:
-        engine.store.shard(1)[2] ^= 0x40
+        # Not of the first two blocks, whose copies were queued at enable.
+        engine.store.shard(2)[2] ^= 0x40
     with torch.inference_mode():
         equal = [torch.equal(model(inputs(n)), resident(inputs(n))) for n in range(2)]
     offloaded.shutdown()

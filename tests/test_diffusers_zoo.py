@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 pytestmark = [
     # diffusers' own, about names that its classes use themselves.
     pytest.mark.filterwarnings("ignore::FutureWarning:diffusers"),
-    # torch's, about the mixed dtypes of Kandinsky5.
+    # torch's, about Mochi's autocast to float32 and the mixed dtypes of Kandinsky5.
+    pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning"),
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning"),
 ]
 

@@ -44,9 +44,11 @@ EVERY_EAGER: tuple[Eager, ...] = (
     ("copy", "comm", "compute"),
 )
 WHOLE: Calls = (None, None, None)
-SKIPPING: Calls = ((), (0, 4), (1,), None)
+# The first pass is whole: the ranks agree after it, and there one thread cannot gather meanwhile.
+SKIPPING: Calls = (None, (), (0, 4), (1,), None)
 
 
+@torch.no_grad()
 def run_late(
     mode: str,
     backend: LateBackend,
@@ -55,6 +57,7 @@ def run_late(
     depth: int = 2,
     calls: Calls = WHOLE,
     whole_elsewhere: bool = False,
+    num_models: int = 1,
 ) -> list[torch.Tensor]:
     """Run passes on the late device without a wait of the host; return what differs.
 
@@ -65,14 +68,14 @@ def run_late(
         depth: Slots.
         calls: The blocks of each pass; None is all.
         whole_elsewhere: Whether only rank 0 does so, and the others run whole passes.
+        num_models: Models that take turns; each has a block less than the one before.
     """
-    torch.set_grad_enabled(False)
     if whole_elsewhere and dist.get_rank():
         calls = [None] * len(calls)
-    model = LateToy(n)
-    resident = copy.deepcopy(model)
+    models = [LateToy(n - number, seed=number) for number in range(num_models)]
+    resident = copy.deepcopy(models)
     done = offload(
-        model,
+        models,
         device=backend,
         group=None if mode == LOCAL else dist.group.WORLD,
         depth=depth,
@@ -84,9 +87,9 @@ def run_late(
     expected: list[torch.Tensor] = []
     for number, blocks in enumerate(calls):
         x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
-        for outputs, one, device in ((got, model, backend), (expected, resident, None)):
+        for outputs, those, device in ((got, models, backend), (expected, resident, None)):
             try:
-                outputs.append(one(x, device, blocks))
+                outputs.append(those[number % num_models](x, device, blocks))
             except ArithmeticError:
                 outputs.append(x)
     waits = Counter(backend.calls)
@@ -152,6 +155,16 @@ def test_bits_are_right_where_one_rank_skips_what_the_other_computes(mode: str) 
     assert count_wrong(mode, runs) == 0
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_bits_are_right_where_two_models_take_turns_in_the_slots(mode: str) -> None:
+    backends = [LateBackend(eager) for eager in EVERY_EAGER]
+    runs = [
+        partial(run_late, mode, backend, n=4, num_models=2, calls=[None] * 6)
+        for backend in backends
+    ]
+    assert count_wrong(mode, runs) == 0
+
+
 @pytest.mark.parametrize("mode", [STAGED, IN_PLACE])
 def test_bits_are_right_on_three_ranks(mode: str) -> None:
     backends = [LateBackend(), LateBackend(("copy", "comm")), LateBackend(seed=0)]
@@ -175,6 +188,16 @@ def test_fills_are_queued_before_the_wait_of_the_block(mode: str) -> None:
     assert len(waits) == 15
     # Two slots: when block k is waited for, fills 0 to k + 1 are queued.
     assert [log[:at].count(arrives) for at in waits] == list(range(2, 17))
+
+
+def test_a_wait_of_the_host_on_the_hot_path_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every run above counts stream, event and backend synchronize() calls; none may happen.
+    def acquire(self: dlo_core.transfer.Transfer, slot: Any, block: int) -> None:
+        slot.filled.synchronize()
+
+    monkeypatch.setattr(dlo_core.transfer.Transfer, "acquire", acquire)
+    with pytest.raises(AssertionError, match=r"hot path.*event\.synchronize"):
+        run_late(LOCAL, LateBackend())
 
 
 # --- no superfluous wait --------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """Ranks: processes of one gloo job, whose errors are collected and whose time is limited.
 
 [Note: fork and one thread]
-A forked rank starts in 0.05 s, a spawned one in seconds, because torch is imported already; and what
-it runs may be a closure. The price: the child of a process that used torch's thread pool hangs at
-its first parallel operator, since the pool's threads are not there. So the parent keeps to one
-thread (``torch.set_num_threads(1)``, before anything is computed; the pytest plug-in does it), which
-also keeps bits comparable, for CPU kernels split work by the number of threads. A parent that used
-an accelerator cannot fork ranks that use it too: those are spawned.
+A forked rank starts in 0.05 s, a spawned one in seconds, because torch is imported already; and
+what it runs may be a closure. The price: the child of a process that used torch's thread pool
+hangs at its first parallel operator, since the pool's threads are not there. So the parent keeps
+to one thread (``torch.set_num_threads(1)`` before anything is computed; the pytest plug-in does
+it), which also keeps bits comparable, for CPU kernels split work by the number of threads. A
+parent that used an accelerator cannot fork ranks that use it too: those are spawned.
 """
 
 from __future__ import annotations

@@ -1,0 +1,244 @@
+"""The testing kit finds planted faults on the real engine, and none where there is none."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from mutations import mutant, sites
+from toys import AwkwardBlock, OrderedToy, Toy, WideBlock, inputs, make_toy, twin
+
+import dlo_core as dlo
+from dlo_core import engine as engine_module
+from dlo_core.errors import UseError
+from dlo_core.testing import Deadlock, RankFailed, Recorder, SimAgreement, SimBackend, World
+from dlo_core.testing.world import MODES
+from dlo_core.transfer import StagedTransfer
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from dlo_core.slots import Slot
+
+# What one rank does: passes, each with the blocks that it skips; ranks differ.
+SKIPS: list[list[Sequence[int]]] = [
+    [(), (1, 3), (), (0, 1, 2, 3, 4), (), ()],
+    [(2,), (), (), (), (4,), ()],
+]
+
+
+class Run:
+    """A run of one model on simulated ranks, with a recorder on each."""
+
+    def __init__(
+        self,
+        *,
+        ranks: int = 1,
+        stages: int = 2,
+        mode: str = "late",
+        seed: int = 0,
+        depth: int = 2,
+        build: Callable[[], nn.Module] = lambda: make_toy(5),
+    ) -> None:
+        self.world = World(ranks, mode, seed)
+        self.recorders = [Recorder() for _ in range(ranks)]
+        self.host_syncs: list[list[str]] = []
+        self._settings: dict[str, Any] = {"stages": stages, "depth": depth}
+        self._build = build
+
+    def __call__(self) -> Run:
+        """Run, comparing bits; raise what goes wrong."""
+        self.host_syncs = self.world.run_ranks(self._rank)
+        return self
+
+    def _rank(self, rank: int) -> list[str]:
+        recorder = self.recorders[rank]
+        backend = SimBackend(self.world, rank, recorder=recorder)
+        model = self._build()
+        resident = twin(model)
+        group = SimAgreement(self.world, rank) if self.world.size > 1 else None
+        offloaded = dlo.offload(model, device=backend, group=group, **self._settings)
+        recorder.watch(offloaded)
+        backend.host_syncs.clear()
+        with torch.inference_mode(), recorder.compute():
+            for number, skip in enumerate(SKIPS[rank % 2]):
+                x = inputs(10 * rank + number)
+                assert torch.equal(model(x, skip=skip), resident(x, skip=skip)), number
+        syncs = list(backend.host_syncs)
+        offloaded.shutdown()
+        return syncs
+
+    @property
+    def races(self) -> list[str]:
+        """What all recorders found."""
+        return [str(race) for recorder in self.recorders for race in recorder.races]
+
+
+CASES = list(itertools.product((1, 2, 3), (2, 0), MODES))
+
+
+@pytest.mark.parametrize(("ranks", "stages", "mode"), CASES)
+def test_the_engine_as_it_is_has_no_race_and_no_host_sync(
+    ranks: int, stages: int, mode: str
+) -> None:
+    for depth in (2, 3):
+        run = Run(ranks=ranks, stages=stages, mode=mode, depth=depth)()
+        assert run.races == []
+        assert run.host_syncs == [[]] * ranks
+        assert all(recorder.num_accesses > 100 for recorder in run.recorders)
+        # Skips differ from rank to rank, the collectives do not.
+        assert all(order == run.world.collectives[0] for order in run.world.collectives)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("stages", [2, 0])
+def test_no_random_schedule_changes_a_bit(seed: int, stages: int) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [AwkwardBlock(seed=n) if n % 2 else WideBlock() for n in range(5)]
+        return OrderedToy(blocks, [2, 0, 4, 1, 3]).requires_grad_(False)
+
+    run = Run(ranks=2, stages=stages, mode="random", seed=seed, build=build)()
+    assert run.races == []
+
+
+def test_a_seed_replays_a_random_schedule() -> None:
+    def order(seed: int) -> list[tuple[str, str, str]]:
+        run = Run(ranks=2, mode="random", seed=seed)()
+        return [(a.op, a.timeline, a.buffer) for a in run.recorders[0].log]
+
+    steps = [Run(ranks=2, mode="random", seed=7)().world.num_steps for _ in range(2)]
+    assert steps[0] == steps[1]
+    assert order(3) == order(3)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType) -> None:
+    for name in ("LocalTransfer", "StagedTransfer", "InPlaceTransfer"):
+        monkeypatch.setattr(engine_module, name, getattr(module, name))
+
+
+def all_runs() -> list[Run]:
+    settings = itertools.product(((1, 2), (2, 2), (2, 0)), MODES, (2, 3))
+    return [Run(ranks=r, stages=s, mode=m, depth=d) for (r, s), m, d in settings]
+
+
+def caught_by(runs: list[Run]) -> set[str]:
+    """Return how faults showed: as a race, as wrong bits, as a deadlock."""
+    found = set()
+    for run in runs:
+        try:
+            run()
+        except RankFailed as failed:
+            kinds = {type(error) for error in failed.errors.values()}
+            found.add("deadlock" if kinds == {Deadlock} else "bits")
+        if run.races:
+            found.add("race")
+    return found
+
+
+ORDERING = [site for site in sites() if not site.timing_only]
+
+
+@pytest.mark.parametrize("site", ORDERING, ids=str)
+def test_each_wait_and_record_is_missed_by_the_recorder_when_it_is_gone(
+    site: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, mutant(site.number))
+    assert "race" in caught_by(all_runs())
+
+
+@pytest.mark.parametrize(
+    ("site", "event"),
+    [
+        ("LocalTransfer.fill: self._copy_stream.wait_event(slot.drained)", "slot.drained"),
+        ("Transfer.release: stream.record_event(slot.drained)", "slot.drained"),
+        ("Transfer.acquire: stream.wait_event(slot.filled)", "slot.filled"),
+        ("StagedTransfer.fill: self._comm_stream.wait_event(stage.filled)", "stage.filled"),
+    ],
+)
+def test_a_race_names_the_block_the_fill_and_the_missing_event(
+    site: str, event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (number,) = [s.number for s in sites() if str(s) == site]
+    plant(monkeypatch, mutant(number))
+    races: list[str] = []
+    for run in all_runs():
+        caught_by([run])
+        races += run.races
+    named = [race for race in races if race.endswith(f"missing: {event}")]
+    assert named
+    assert any("fill " in race and "blocks." in race for race in named) or "stage" in event
+
+
+def test_filled_recorded_on_the_wrong_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WrongStream(StagedTransfer):
+        """Records slot.filled where the copy is done, and not the gather."""
+
+        def fill(self, slot: Slot, block: int, fill: int) -> None:
+            """Fill, then record the event anew on the copy stream."""
+            super().fill(slot, block, fill)
+            self._copy_stream.record_event(slot.filled)
+
+    monkeypatch.setattr(engine_module, "StagedTransfer", WrongStream)
+    runs = [Run(ranks=2, mode=mode) for mode in MODES]
+    assert caught_by(runs) >= {"race", "bits"}
+
+
+def test_a_slot_chosen_by_block_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SlotByBlock(engine_module.Tape):
+        """Takes the slot from the block's number."""
+
+        def slot(self, fill: int) -> Slot:
+            """Return the wrong slot where blocks are no multiple of slots."""
+            return self._pool.slots[self.block(fill) % self.depth]
+
+    monkeypatch.setattr(engine_module, "Tape", SlotByBlock)
+    with pytest.raises(RankFailed) as caught:
+        Run()()
+    assert isinstance(caught.value.errors[0], UseError | AssertionError)
+
+
+def test_a_rank_that_makes_one_pass_more_is_a_deadlock_that_names_the_waits() -> None:
+    world = World(2)
+
+    def rank_fn(rank: int) -> None:
+        model = make_toy(5)
+        dlo.offload(model, device=SimBackend(world, rank), group=SimAgreement(world, rank))
+        with torch.inference_mode():
+            for _ in range(2 + rank):
+                model(inputs())
+
+    with pytest.raises(RankFailed, match="nothing can move") as caught:
+        world.run_ranks(rank_fn)
+    assert isinstance(caught.value.errors[1].__cause__, Deadlock)
+
+
+def test_fresh_memory_is_poison() -> None:
+    assert set(SimBackend().empty(16).tolist()) == {0xFF}
+
+
+def test_two_models_in_one_pool_have_no_race() -> None:
+    world = World(2, "late")
+
+    def rank_fn(rank: int) -> None:
+        recorder = Recorder()
+        backend = SimBackend(world, rank, recorder=recorder)
+        models = [make_toy(3, seed=1), Toy([WideBlock() for _ in range(4)])]
+        for model in models:
+            model.requires_grad_(False)
+        resident = [twin(model) for model in models]
+        offloaded = dlo.offload(models, device=backend, group=SimAgreement(world, rank))
+        recorder.watch(offloaded)
+        with torch.inference_mode(), recorder.compute():
+            for number in range(6):
+                which = number % 2
+                x = inputs(number + rank)
+                assert torch.equal(models[which](x), resident[which](x))
+        recorder.check()
+
+    world.run_ranks(rank_fn)
