@@ -21,7 +21,7 @@ from dlo_core.errors import AgreementError, ConfigError, DloError, FillError
 from dlo_core.rendezvous import MissingRanks, default_store, meet, new_group_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -38,17 +38,33 @@ class Agreement(ABC):
     size: int
 
     @abstractmethod
-    def exchange(self, value: T, what: str, timeout_s: float | None = None) -> list[T]:
+    def exchange(
+        self,
+        value: T,
+        what: str,
+        timeout_s: float | None = None,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> list[T]:
         """Return every rank's ``value``, in rank order; an interrupt gets through.
 
         Args:
             value: Picklable, small.
             what: Names the exchange in the error.
             timeout_s: How long to wait for the others; None: as long as for loading.
+            meanwhile: Called now and then while the others are awaited.
 
         Raises:
             AgreementError: A rank did not answer within the timeout.
         """
+
+    @abstractmethod
+    def announce(self, topic: str, number: int) -> None:
+        """Tell all ranks a growing ``number``, without waiting."""
+
+    @abstractmethod
+    def announced(self, topic: str) -> int:
+        """Return the largest number that any rank announced; 0 when none did."""
 
     @abstractmethod
     def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
@@ -84,9 +100,23 @@ class LoneAgreement(Agreement):
     rank = 0
     size = 1
 
-    def exchange(self, value: T, what: str, timeout_s: float | None = None) -> list[T]:
+    def exchange(
+        self,
+        value: T,
+        what: str,
+        timeout_s: float | None = None,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> list[T]:
         """Return the one value."""
         return [value]
+
+    def announce(self, topic: str, number: int) -> None:
+        """Tell nobody."""
+
+    def announced(self, topic: str) -> int:
+        """Return 0: there is nobody else."""
+        return 0
 
     def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
         """Refuse: one rank needs no group.
@@ -139,7 +169,14 @@ class GroupAgreement(Agreement):
         except RuntimeError as error:
             raise AgreementError(f"the group for the weights could not be made: {error}") from error
 
-    def exchange(self, value: T, what: str, timeout_s: float | None = None) -> list[T]:
+    def exchange(
+        self,
+        value: T,
+        what: str,
+        timeout_s: float | None = None,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> list[T]:
         """Return every rank's ``value``, in rank order."""
         if self._group is None:
             raise AgreementError(f"{what}: the control group is closed")
@@ -147,11 +184,11 @@ class GroupAgreement(Agreement):
         step = self._arrive()
         try:
             payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-            sizes = self._gather(torch.tensor([payload.numel()]), deadline)
+            sizes = self._gather(torch.tensor([payload.numel()]), deadline, meanwhile)
             longest = int(max(size.item() for size in sizes))
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: payload.numel()] = payload
-            parts = self._gather(padded, deadline)
+            parts = self._gather(padded, deadline, meanwhile)
         except (RuntimeError, ValueError) as error:
             raise self._nobody(what, self._missing(step), error) from error
         # Peers of one job, over a group of our own: trusted as far as each other's code is.
@@ -160,7 +197,18 @@ class GroupAgreement(Agreement):
             for part, size in zip(parts, sizes, strict=True)
         ]
 
-    def _gather(self, mine: torch.Tensor, deadline: float) -> list[torch.Tensor]:
+    def announce(self, topic: str, number: int) -> None:
+        """Tell all ranks through the store."""
+        self._store.set(f"dlo/{self._name}/{topic}/{self.rank}", str(number))
+
+    def announced(self, topic: str) -> int:
+        """Return the largest number in the store."""
+        keys = [f"dlo/{self._name}/{topic}/{rank}" for rank in range(self.size)]
+        return max((int(self._store.get(k)) for k in keys if self._store.check([k])), default=0)
+
+    def _gather(
+        self, mine: torch.Tensor, deadline: float, meanwhile: Callable[[], object] | None
+    ) -> list[torch.Tensor]:
         """Gather equal tensors, looking up now and then so that an interrupt gets through."""
         with torch.inference_mode(False):
             parts = [torch.empty_like(mine) for _ in range(self.size)]
@@ -168,6 +216,8 @@ class GroupAgreement(Agreement):
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError("timed out")
+            if meanwhile is not None:
+                meanwhile()
             time.sleep(_POLL_S)
         work.wait()
         return parts

@@ -20,7 +20,7 @@ from dlo_core.shard import trailers_nbytes
 from dlo_core.slots import Pool
 from dlo_core.source import ModuleTensor, StoredTensor
 from dlo_core.streamer import Streamer
-from dlo_core.tape import Tape, agreed_order
+from dlo_core.tape import FirstPass, Tape, agreed
 from dlo_core.transfer import (
     BlockTimes,
     InPlaceTransfer,
@@ -125,11 +125,11 @@ class Engine:
 
     def prepare(self, agreement: Agreement) -> None:
         """Make streamers, placeholders and wrappers; still no model is touched."""
-        agree: Agree = _agree_alone
-        if self.transfer.gathers:
-            agree = _AgreeOver(agreement, self._timeout_s)
         first = 0
-        for plan in self.plans:
+        for model, plan in enumerate(self.plans):
+            agree: Agree = _AgreeAlone()
+            if self.transfer.gathers:
+                agree = _AgreeOver(agreement, self._timeout_s, model)
             count = len(plan.layouts)
             name = type(plan.model).__name__
             tape = Tape(
@@ -323,19 +323,32 @@ def _tensors(layout: BlockLayout, run: torch.Tensor) -> list[torch.Tensor]:
     return [tensor_from(spec, run) for spec in layout.tensors]
 
 
-def _agree_alone(calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] | None, int]:
-    return agreed_order([calls]), issued
+class _AgreeAlone:
+    """One rank, or ranks that do not gather: each takes the order that it saw."""
+
+    def __call__(self, mine: FirstPass, serve: Callable[[int], None]) -> FirstPass:
+        return mine
+
+    def announce(self, wanted: int) -> None:
+        """Tell nobody."""
 
 
 class _AgreeOver:
-    """The exchange of run lists over the control group."""
+    """The exchange over the control group; see [Note: the first pass] in tape.py."""
 
-    def __init__(self, agreement: Agreement, timeout_s: float) -> None:
+    def __init__(self, agreement: Agreement, timeout_s: float, model: int) -> None:
         self._agreement = agreement
         self._timeout_s = timeout_s
+        self._topic = f"fills of model {model}"
 
-    def __call__(self, calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] | None, int]:
-        mine = (calls, issued)
-        what = "the ring order after the first pass"
-        answers = self._agreement.exchange(mine, what, self._timeout_s)
-        return agreed_order([calls for calls, _ in answers]), max(last for _, last in answers)
+    def __call__(self, mine: FirstPass, serve: Callable[[int], None]) -> FirstPass:
+        answers = self._agreement.exchange(
+            mine,
+            "the ring order after the first pass",
+            self._timeout_s,
+            meanwhile=lambda: serve(self._agreement.announced(self._topic)),
+        )
+        return agreed(answers)
+
+    def announce(self, wanted: int) -> None:
+        self._agreement.announce(self._topic, wanted)

@@ -7,6 +7,13 @@ A model's blocks in ring order, for ever: fill number ``k`` loads block ``order[
 order; where nothing is gathered, skipped fills are not made. The end of a pass makes the fills
 that this rank's forward did not ask for, so a skipped tail or an exception strands nobody.
 
+[Note: the first pass]
+A model whose run order is not the order of registration goes round several turns in its first
+pass, and how many depends on what this rank skips. A rank that is through sits in the exchange of
+run lists; a rank that still computes may need its fills of a later turn. So who needs a fill beyond
+the first turn announces it, and who waits in the exchange serves what was announced. Then all
+ranks take the same place: fill 0 of a new tape, or the farthest turn of the old one.
+
 Always ``base <= pos <= issued``: the pass began at ``base``, the cursor is at ``pos``, the fills
 below
 ``issued`` are queued. The rules survived random programs with skips, repeats, reorders, exceptions
@@ -16,6 +23,7 @@ two models on one to three ranks (``tests/test_tape_random.py``); change them on
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from dlo_core.errors import UseError
@@ -25,7 +33,7 @@ if TYPE_CHECKING:
 
     from dlo_core.slots import Pool, Slot
 
-__all__ = ["Agree", "Filler", "Tape", "agreed_order"]
+__all__ = ["Agree", "Filler", "FirstPass", "Tape", "agreed", "agreed_order"]
 
 # A first pass longer than so many turns teaches no order.
 _MOST_TURNS = 64
@@ -46,11 +54,44 @@ class Filler(Protocol):
         """Forget copies that wait for their gather."""
 
 
-class Agree(Protocol):
-    """The exchange at the end of the first pass."""
+@dataclass(frozen=True, slots=True)
+class FirstPass:
+    """How a first pass went on one rank, or what all ranks take from it.
 
-    def __call__(self, calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] | None, int]:
-        """Return the order that all ranks take (None: no change) and the largest ``issued``."""
+    Attributes:
+        calls: The blocks as they ran, the ring order from now on; empty: not all of them ran, no
+            order was agreed.
+        base: Fill at which the next pass begins on the old tape.
+        issued: Fills queued.
+    """
+
+    calls: tuple[int, ...]
+    base: int
+    issued: int
+
+
+class Agree(Protocol):
+    """The exchange at the end of the first pass, and what leads up to it."""
+
+    def __call__(self, mine: FirstPass, serve: Callable[[int], None]) -> FirstPass:
+        """Return what all ranks take; see [Note: the first pass].
+
+        Args:
+            mine: How this rank's first pass went.
+            serve: Queues this rank's fills up to a number; called while the others are awaited.
+        """
+
+    def announce(self, wanted: int) -> None:
+        """Tell the other ranks that this one needs their fills below ``wanted``."""
+
+
+def agreed(passes: Sequence[FirstPass]) -> FirstPass:
+    """Return what all ranks take from their first passes: an order, and the farthest place."""
+    return FirstPass(
+        agreed_order([one.calls for one in passes]) or (),
+        max(one.base for one in passes),
+        max(one.issued for one in passes),
+    )
 
 
 def agreed_order(runs: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -164,6 +205,8 @@ class Tape:
             self.pos = fill + 1
             if not self._filler.gathers:
                 self.issued = max(self.issued, fill)
+            elif self._calls is not None and fill >= self.base + self.n:
+                self._agree.announce(fill + 1)
             self._issue_to(fill + self.depth)
         if not self.holds(fill):
             raise UseError(
@@ -223,16 +266,20 @@ class Tape:
         """Take the order of the first pass, if the ranks agree on one."""
         self._calls = None
         seen_all = self._all_blocks.issubset(calls) and len(calls) < _MOST_TURNS * self.n
+        mine = FirstPass(tuple(calls) if seen_all else (), self.base, self.issued)
         try:
-            order, last = self._agree(tuple(calls) if seen_all else (), self.issued)
+            all_ranks = self._agree(mine, self._issue_to)
         except BaseException as error:
             # The others may have taken another order.
             self._pool.failure = error
             raise
-        if order is not None and order != self.order:
+        if all_ranks.calls and all_ranks.calls != self.order:
             if self._filler.gathers:
-                self._issue_to(last)
-            self.restart(order)
+                self._issue_to(all_ranks.issued)
+            self.restart(all_ranks.calls)
+        elif self._filler.gathers:
+            self._issue_to(all_ranks.base)
+            self.base = self.pos = all_ranks.base
 
     def restart(self, order: Sequence[int]) -> None:
         """Begin a new tape at fill 0: a pass boundary, and all ranks alike."""

@@ -1,7 +1,7 @@
 """Random programs for tapes: what each rank calls in each pass, and how likely what is.
 
 A program is *even* when no rank can go another turn of the ring alone: then all ranks must make the
-same fills and none may get stuck (DESIGN.md, appendix A). The other programs may only get stuck.
+same fills and none may get stuck (the note in tape.py). The other programs may only get stuck.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class _Maker:
             if kind == "loose":
                 # A rank that calls nothing has no pass.
                 lists = [calls or (Call(self.rng.choice(model.order)),) for calls in lists]
-            self.even = self.even and kind != "wild" and model.ring_known
+            # Whatever the first pass was, after it all ranks take the same place.
+            self.even = self.even and (model.fresh or (kind != "wild" and model.ring_known))
         else:
             order = list(model.order)
             if kind == "shuffled":

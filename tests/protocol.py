@@ -26,7 +26,7 @@ import dlo_core.transfer as transfer_module
 from dlo_core.interface import Check, Collective
 from dlo_core.shard import ShardPlan
 from dlo_core.slots import Pool, Slot, Stage
-from dlo_core.tape import Tape, agreed_order
+from dlo_core.tape import FirstPass, Tape
 from dlo_core.transfer import BlockTimes, TravellingBlock
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def trace(
         blocks.append(TravellingBlock(plan, host, None, BlockTimes.new(backend)))
     pool = Pool(tuple(slots), tuple(stages))
     transfer = _transfer(shape, backend, pool, blocks, transfers)
-    tape = tape_class(order or range(shape.blocks), pool, transfer, agree=_alone)
+    tape = tape_class(order or range(shape.blocks), pool, transfer, agree=_Alone())
     _run(tape, transfer, tracer, program)
     return tracer.trace
 
@@ -265,8 +265,12 @@ class _NeverFails(Check):
         return False
 
 
-def _alone(calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] | None, int]:
-    return agreed_order([calls]), issued
+class _Alone:
+    def __call__(self, mine: FirstPass, serve: Any) -> FirstPass:
+        return mine
+
+    def announce(self, wanted: int) -> None:
+        """Tell nobody."""
 
 
 def _transfer(

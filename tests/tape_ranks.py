@@ -15,12 +15,12 @@ import torch
 from dlo_core.cpu_stream import CpuEvent
 from dlo_core.errors import UseError
 from dlo_core.slots import Pool, Slot
-from dlo_core.tape import Tape, agreed_order
+from dlo_core.tape import FirstPass, Tape, agreed
 
 if TYPE_CHECKING:
     from programs import Call, Pass, Program
 
-    Answer = tuple[int, tuple[tuple[int, ...] | None, int]]
+    Answer = tuple[int, FirstPass]
 
 __all__ = ["Outcome", "Wrong", "run_program"]
 
@@ -36,9 +36,9 @@ class _Oops(Exception):
 class _Asks(BaseException):
     """Raised at an exchange that has no answer yet."""
 
-    def __init__(self, model: int, calls: tuple[int, ...], issued: int) -> None:
+    def __init__(self, model: int, mine: FirstPass) -> None:
         super().__init__(model)
-        self.model, self.calls, self.issued = model, calls, issued
+        self.model, self.mine = model, mine
 
 
 def _check(holds: bool, text: str) -> None:
@@ -89,6 +89,21 @@ class _Filler:
         self._ahead = None
 
 
+class _Agree:
+    """The exchange of one tape; what it serves meanwhile is played afterwards."""
+
+    def __init__(self, rank: _Rank, model: int) -> None:
+        self._rank, self._model = rank, model
+
+    def __call__(self, mine: FirstPass, serve: object) -> FirstPass:
+        return self._rank.agree(self._model, mine)
+
+    def announce(self, wanted: int) -> None:
+        # Fills are counted over all tapes, which every rank makes in the same order.
+        tape, filler = self._rank.tapes[self._model], self._rank.filler
+        filler.steps.append(("announce", filler.num_fills + wanted - tape.issued))
+
+
 class _Rank:
     """One rank's run of its passes."""
 
@@ -108,21 +123,17 @@ class _Rank:
         self.tapes = [self._make_tape(tape, model, n) for model, n in enumerate(program.sizes)]
 
     def _make_tape(self, kind: type[Tape], model: int, n: int) -> Tape:
-        def agree(calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] | None, int]:
-            return self._agree(model, calls, issued)
-
         first = self.program.first_block(model)
+        agree = _Agree(self, model)
         return kind(range(first, first + n), self.pool, self.filler, agree=agree)
 
-    def _agree(
-        self, model: int, calls: tuple[int, ...], issued: int
-    ) -> tuple[tuple[int, ...] | None, int]:
+    def agree(self, model: int, mine: FirstPass) -> FirstPass:
+        """Return what was answered, or ask."""
         if not self.program.gathers:
-            return agreed_order([calls]), issued
+            return mine
         self.filler.steps.append(("agree", model))
-        self.turns.append((model, self.tapes[model].base))
         if self.num_asked == len(self.answers):
-            raise _Asks(model, calls, issued)
+            raise _Asks(model, mine)
         asked, answer = self.answers[self.num_asked]
         _check(asked == model, "the ranks agree on the same model")
         self.num_asked += 1
@@ -250,10 +261,10 @@ def run_program(program: Program, tape: type[Tape] = Tape) -> Outcome:
             break
         _check(len(asked) == len(ranks), "a rank ended while others agree")
         _check(len({ask.model for ask in asked}) == 1, "the ranks agree on the same model")
-        order = agreed_order([ask.calls for ask in asked])
-        differ = len({ask.calls for ask in asked}) > 1
-        learnt = learnt or (differ and order is not None and list(order) != sorted(set(order)))
-        answers.append((asked[0].model, (order, max(ask.issued for ask in asked))))
+        answer = agreed([ask.mine for ask in asked])
+        differ = len({ask.mine.calls for ask in asked}) > 1
+        learnt = learnt or (differ and list(answer.calls) != sorted(set(answer.calls)))
+        answers.append((asked[0].model, answer))
     even = all(rank.turns == ranks[0].turns for rank in ranks)
     stuck = program.gathers and _is_stuck([rank.filler.steps for rank in ranks])
     if program.gathers:
@@ -279,8 +290,13 @@ def _check_fills(program: Program, ranks: list[_Rank], *, even: bool) -> None:
 
 
 def _is_stuck(lists: list[list[tuple[object, ...]]]) -> bool:
-    """Play what the ranks wrote down: a wait needs the fill to be queued on every rank."""
+    """Play what the ranks wrote down: a wait needs the fill to be queued on every rank.
+
+    A rank that waits in an exchange makes the fills that another one announced: they are the first
+    that it wrote down after the exchange.
+    """
     at, fills, agreed = [0] * len(lists), [0] * len(lists), [0] * len(lists)
+    served, announced = [0] * len(lists), 0
     moved = True
     while moved:
         moved = False
@@ -290,8 +306,17 @@ def _is_stuck(lists: list[list[tuple[object, ...]]]) -> bool:
                 if kind == "wait" and min(fills) < rest[0]:  # type: ignore[operator]
                     break
                 if kind == "agree" and not _all_agree(lists, at, agreed, rank):
+                    more = max(0, announced - fills[rank])
+                    served[rank] += more
+                    fills[rank] += more
+                    moved = moved or more > 0
                     break
-                fills[rank] += kind == "fill"
+                if kind == "announce":
+                    announced = max(announced, rest[0])  # type: ignore[call-overload]
+                if kind == "fill" and served[rank]:
+                    served[rank] -= 1
+                else:
+                    fills[rank] += kind == "fill"
                 agreed[rank] += kind == "agree"
                 at[rank] += 1
                 moved = True

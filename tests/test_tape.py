@@ -1,8 +1,8 @@
-"""The tape's rules (DESIGN.md, appendix A), one by one, with a filler that only writes down."""
+"""The tape's rules (the note in tape.py), one by one, with a filler that only writes down."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,10 +11,10 @@ import torch
 from dlo_core.cpu_stream import CpuEvent
 from dlo_core.errors import UseError
 from dlo_core.slots import Pool, Slot
-from dlo_core.tape import Tape, agreed_order
+from dlo_core.tape import FirstPass, Tape, agreed_order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class NoCheck:
@@ -68,12 +68,27 @@ def make_pool(depth: int) -> Pool:
     )
 
 
-def never(calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] | None, int]:
-    return None, issued
+class Answer:
+    """An exchange that answers what ``answer`` makes of this rank's first pass."""
+
+    def __init__(self, answer: Callable[[FirstPass], FirstPass]) -> None:
+        self.answer = answer
+        self.told: list[FirstPass] = []
+        self.wanted: list[int] = []
+
+    def __call__(self, mine: FirstPass, serve: Callable[[int], None]) -> FirstPass:
+        self.told.append(mine)
+        return self.answer(mine)
+
+    def announce(self, wanted: int) -> None:
+        self.wanted.append(wanted)
 
 
-def alone(calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...] | None, int]:
-    return agreed_order([calls]), issued
+def no_order(mine: FirstPass) -> FirstPass:
+    return replace(mine, calls=())
+
+
+never, alone = Answer(no_order), Answer(lambda mine: mine)
 
 
 def make_tape(
@@ -401,49 +416,37 @@ def test_an_order_is_learnt_once() -> None:
 @both
 @pytest.mark.parametrize("calls", [[2, 0, 3], [], [3, 2]])
 def test_a_first_pass_that_missed_a_block_teaches_nothing(calls: list[int], gathers: bool) -> None:
-    told: list[tuple[int, ...]] = []
-
-    def agree(calls: tuple[int, ...], issued: int) -> tuple[None, int]:
-        told.append(calls)
-        return None, issued
-
+    agree = Answer(no_order)
     tape = Tape(range(4), make_pool(2), Log(gathers), agree=agree)
     run_pass(tape, calls)
-    assert told == [()]
+    assert [mine.calls for mine in agree.told] == [()]
     assert tape.order == (0, 1, 2, 3)
 
 
 def test_an_endless_first_pass_teaches_nothing_and_keeps_no_list() -> None:
-    told: list[tuple[int, ...]] = []
-
-    def agree(calls: tuple[int, ...], issued: int) -> tuple[None, int]:
-        told.append(calls)
-        return None, issued
-
+    agree = Answer(no_order)
     tape = Tape(range(2), make_pool(2), Log(), agree=agree)
     for turn in range(1000):
         call(tape, turn % 2)
     assert tape._calls is not None
     assert len(tape._calls) <= 128
     tape.end_pass()
-    assert told == [()]
+    assert [mine.calls for mine in agree.told] == [()]
 
 
 def test_an_exchange_that_fails_closes_the_pool() -> None:
-    def agree(calls: tuple[int, ...], issued: int) -> tuple[None, int]:
+    def late(mine: FirstPass) -> FirstPass:
         raise TimeoutError("a rank did not come")
 
     pool = make_pool(2)
-    tape = Tape(range(3), pool, Log(), agree=agree)
+    tape = Tape(range(3), pool, Log(), agree=Answer(late))
     with pytest.raises(TimeoutError, match="did not come"):
         run_pass(tape, range(3))
     assert isinstance(pool.failure, TimeoutError)
 
 
 def test_before_a_new_order_the_old_tape_ends_at_the_same_fill_on_all_ranks() -> None:
-    def agree(calls: tuple[int, ...], issued: int) -> tuple[tuple[int, ...], int]:
-        return (1, 0, 2), issued + 4
-
+    agree = Answer(lambda mine: FirstPass((1, 0, 2), mine.base, mine.issued + 4))
     log = Log()
     tape = Tape(range(3), make_pool(2), log, agree=agree)
     tape.begin_pass()
@@ -511,3 +514,23 @@ def test_repr_shows_the_cursor() -> None:
     tape, _, _ = make_tape(4, 2)
     call(tape, 0)
     assert repr(tape) == "Tape('', n=4, base=0, pos=1, issued=2, open)"
+
+
+def test_a_fill_beyond_the_first_turn_of_a_first_pass_is_announced() -> None:
+    agree = Answer(lambda mine: mine)
+    tape = Tape(range(4), make_pool(2), Log(), agree=agree)
+    run_pass(tape, [2, 0, 3, 1])
+    # Block 0 and block 1 run before their turn: fills 4 and 9.
+    assert agree.wanted == [5, 8, 10]
+    agree.wanted.clear()
+    run_pass(tape, [2, 0, 3, 1])
+    assert agree.wanted == []
+
+
+def test_after_a_first_pass_without_an_order_all_ranks_begin_at_the_farthest_turn() -> None:
+    agree = Answer(lambda mine: FirstPass((), 12, mine.issued))
+    log = Log()
+    tape = Tape(range(4), make_pool(2), log, agree=agree)
+    run_pass(tape, [0, 1, 2, 3])
+    assert (tape.base, tape.pos, tape.issued) == (12, 12, 13)
+    assert [fill for fill, _, _ in log.fills] == list(range(13))

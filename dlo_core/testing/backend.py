@@ -15,7 +15,7 @@ from dlo_core.interface import Backend, Capabilities, Check, Collective, MemoryI
 from dlo_core.testing.world import Meeting, Queue, Step, Ticket, World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch.distributed import ProcessGroup
 
@@ -186,13 +186,35 @@ class SimAgreement(Agreement):
         self._groups = itertools.count()
         self.rank, self.size = rank, world.size
 
-    def exchange(self, value: Any, what: str, timeout_s: float | None = None) -> list[Any]:
+    def exchange(
+        self,
+        value: Any,
+        what: str,
+        timeout_s: float | None = None,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> list[Any]:
         """Return every rank's ``value``, in rank order."""
         board = self._world.boards.setdefault(next(self._steps), {})
         board[self.rank] = value
         self._world.moved()
-        self._world.wait_until(self.rank, lambda: len(board) == self.size, what)
+
+        def complete() -> bool:
+            if meanwhile is not None and len(board) < self.size:
+                meanwhile()
+            return len(board) == self.size
+
+        self._world.wait_until(self.rank, complete, what)
         return [board[rank] for rank in range(self.size)]
+
+    def announce(self, topic: str, number: int) -> None:
+        """Tell all ranks of the world."""
+        self._world.boards.setdefault(topic, {})[self.rank] = number
+        self._world.moved()
+
+    def announced(self, topic: str) -> int:
+        """Return the largest number that any rank announced."""
+        return max(self._world.boards.get(topic, {}).values(), default=0)
 
     def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
         """Return a new group of the same ranks."""

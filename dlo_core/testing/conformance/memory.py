@@ -60,20 +60,17 @@ class MemoryConformance(BackendSuite):
 
     @pytest.mark.parametrize("nbytes", [1, 1000, 70_000, (8 << 20) + 1])
     def test_memory_counts_what_lives(self, lab: Lab, nbytes: int) -> None:
-        lab.settle()
-        before = lab.backend.memory().allocated
+        before = lab.allocated()
         made = [lab.backend.empty(nbytes) for _ in range(3)]
         counted = lab.backend.memory().allocated - before
         slack = 3 * (_SMALL_NBYTES if nbytes < _LARGE_NBYTES else _LARGE_NBYTES)
         assert 3 * nbytes <= counted <= 3 * nbytes + slack
         view = made[0][:1].view(torch.int8)
         made.clear()
-        lab.settle()
-        counted = lab.backend.memory().allocated - before
+        counted = lab.allocated() - before
         assert nbytes <= counted <= nbytes + slack, "a view keeps its storage, and no other, alive"
         del view
-        lab.settle()
-        assert lab.backend.memory().allocated == before
+        assert lab.allocated() == before
 
     def test_memory_is_told_consistently(self, lab: Lab) -> None:
         kept = lab.device(1 << 20, 1)
