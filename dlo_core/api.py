@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
-    from torch.distributed import ProcessGroup
 
     from dlo_core.interface import Backend
+    from dlo_core.layerwise import Group
     from dlo_core.startup import Blocks, Checkpoints, Progress
 
 __all__ = ["offload", "offloaded"]
@@ -26,7 +26,7 @@ def offload(
     model: nn.Module | Sequence[nn.Module],
     *,
     device: str | torch.device | Backend,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     checkpoint: Checkpoints = None,
     blocks: Blocks = None,
     progress: Progress = False,
@@ -67,7 +67,7 @@ def offloaded(model: nn.Module) -> LayerwiseOffload | None:
     return found if isinstance(found, LayerwiseOffload) else None
 
 
-def _refuse_together(group: ProcessGroup | None, error: ConfigError) -> None:
+def _refuse_together(group: Group | None, error: ConfigError) -> None:
     """Tell the other ranks, which are on their way to the first vote, of a bad setting here."""
     agreement = agreement_of(group, OffloadConfig().load_timeout_s)
     try:

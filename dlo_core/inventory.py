@@ -170,9 +170,12 @@ def collect(model: nn.Module, blocks: Sequence[FoundBlock]) -> Iterator[Owned]:
     """Yield every tensor once, in registration order, with all the blocks that use it."""
     found: dict[object, Owned] = {}
     by_place: dict[tuple[int, str], Owned] = {}
-    block_of = {block.name: number for number, block in enumerate(blocks)}
+    block_of = {id(block.module): number for number, block in enumerate(blocks)}
+    users: dict[str, int] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        user = _user(path, block_of)
+        # A block that is registered twice is one block under either name.
+        above = users[path.rpartition(".")[0]] if path else -1
+        user = users[path] = block_of.get(id(module), above)
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
                 if tensor is None:
@@ -187,14 +190,6 @@ def collect(model: nn.Module, blocks: Sequence[FoundBlock]) -> Iterator[Owned]:
                     item.entries.append(Entry(module, table, key, name, not hidden, tensor))
                 item.users.add(user)
     yield from found.values()
-
-
-def _user(path: str, block_of: dict[str, int]) -> int:
-    while path:
-        if path in block_of:
-            return block_of[path]
-        path = path.rpartition(".")[0]
-    return -1
 
 
 def _identity(tensor: torch.Tensor) -> object:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from dlo_core.startup import Blocks, Checkpoints, Progress
     from dlo_core.stats import Stats
 
+    Group = ProcessGroup | Agreement
+
 __all__ = ["LayerwiseOffload", "agreement_of"]
 
 _logger = logging.getLogger("dlo")
@@ -50,7 +52,7 @@ class LayerwiseOffload:
         config: OffloadConfig,
         *,
         device: str | torch.device | Backend,
-        group: ProcessGroup | None = None,
+        group: Group | None = None,
     ) -> None:
         """Find the backend and agree with the ranks of ``group``, which must all call this.
 
@@ -99,7 +101,7 @@ class LayerwiseOffload:
         return self._backend
 
     @property
-    def group(self) -> ProcessGroup | None:
+    def group(self) -> Group | None:
         """The shard group as it was given."""
         return self._group
 
@@ -375,7 +377,7 @@ class LayerwiseOffload:
         )
 
 
-def agreement_of(group: ProcessGroup | Agreement | None, timeout_s: float) -> Agreement:
+def agreement_of(group: Group | None, timeout_s: float) -> Agreement:
     """Return how the ranks of ``group`` agree; all of them must call this.
 
     Raises:

@@ -163,9 +163,9 @@ def _compare(item: Owned, keys: Sequence[str], checkpoint: Checkpoint) -> list[s
         # A parameter on meta takes the dtype on disk; one with values keeps its own.
         if not item.tensor.is_meta and stored.dtype != item.tensor.dtype:
             problems.append(
-                f"{key!r} is {stored.dtype}, the model's own tensor is {item.tensor.dtype}: "
-                "convert one "
-                "of them, or build the model on meta to take the checkpoint's dtype"
+                f"{key!r} is {stored.dtype}, but the model's own tensor has values and is "
+                f"{item.tensor.dtype}: convert it first (.to({stored.dtype})), or build it on meta "
+                "to take the checkpoint's dtype"
             )
     return problems
 

@@ -21,7 +21,8 @@ def _name(frame: FrameType) -> str | None:
     module = frame.f_globals.get("__name__", "")
     if not module.startswith("dlo_core.") or frame.f_code.co_name.startswith("<"):
         return None
-    return f"{module}:{frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name}"
+    code = frame.f_code
+    return f"{module}:{code.co_qualname if sys.version_info >= (3, 11) else code.co_name}"
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from dlo_core import engine as engine_module
 from dlo_core.errors import UseError
 from dlo_core.testing import Deadlock, RankFailed, Recorder, SimAgreement, SimBackend, World
 from dlo_core.testing.world import MODES
+from dlo_core.tape import Tape
 from dlo_core.transfer import StagedTransfer
 
 if TYPE_CHECKING:
@@ -190,12 +191,13 @@ def test_filled_recorded_on_the_wrong_stream_is_found(monkeypatch: pytest.Monkey
 
 
 def test_a_slot_chosen_by_block_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    class SlotByBlock(engine_module.Tape):
+    class SlotByBlock(Tape):
         """Takes the slot from the block's number."""
 
         def slot(self, fill: int) -> Slot:
             """Return the wrong slot where blocks are no multiple of slots."""
-            return self._pool.slots[self.block(fill) % self.depth]
+            slot: Slot = self._pool.slots[self.block(fill) % self.depth]
+            return slot
 
     monkeypatch.setattr(engine_module, "Tape", SlotByBlock)
     with pytest.raises(RankFailed) as caught:

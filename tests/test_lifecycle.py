@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -335,7 +336,7 @@ def test_after_shutdown_everything_says_so(size: int, tmp_path: Path) -> None:
                 offloaded.refresh,
                 offloaded.stats,
                 offloaded.run_pass,
-                lambda: offloaded.enable(model),
+                partial(offloaded.enable, model),
             ]
             for use in uses:
                 with pytest.raises(dlo.UseError, match="shut down"):

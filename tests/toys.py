@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dlo_core.rawbytes import bytes_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -181,5 +183,5 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.numel() == 0:
         return True
-    a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(a, b)
+    a, b = (t.detach().clone(memory_format=torch.contiguous_format) for t in (a, b))
+    return torch.equal(*(bytes_of(t, t.nbytes) for t in (a, b)))
