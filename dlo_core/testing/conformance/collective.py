@@ -62,9 +62,7 @@ class CollectiveConformance:
     def on_ranks(self, make_backend: Callable[[int], Backend]) -> OnRanks:
         """Return what runs a check on ranks; override it where ranks are no processes."""
 
-        def on_ranks(
-            check: Callable[..., None], size: int, *args: Any, outsiders: int = 0
-        ) -> None:
+        def on_ranks(check: Callable[..., None], size: int, *args: Any, outsiders: int = 0) -> None:
             world = outsiders + size
             members = tuple(range(outsiders, world))
             absent = run_ranks(
