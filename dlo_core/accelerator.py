@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dlo_core.collective import all_gather_bytes, release_group
+from dlo_core.collective import all_gather_bytes, living, release_group
 from dlo_core.errors import BackendError, HostMemoryError
 from dlo_core.interface import Backend, Capabilities, Check, Collective, MemoryInfo, PinnedAllocator
 
@@ -89,7 +89,7 @@ class _DeviceCollective(Collective):
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """Queue the gather and let the current stream wait for it; the host does not."""
-        all_gather_bytes(out, shard, group=self._group)
+        all_gather_bytes(out, shard, group=living(self._group))
 
     def close(self) -> None:
         """Give the group back."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["LoneCollective", "all_gather_bytes", "release_group"]
+__all__ = ["LoneCollective", "all_gather_bytes", "living", "release_group"]
 
 # torch 2.13 deprecates all_gather_into_tensor for all_gather_single.
 all_gather_bytes: Callable[..., object] = getattr(
@@ -35,7 +35,28 @@ class LoneCollective(Collective):
         """Do nothing: there is no group."""
 
 
+def living(group: ProcessGroup | None) -> ProcessGroup:
+    """Return ``group``, unless it is closed or torch.distributed took it down.
+
+    Without this a gather over None would run on the job's default group, and gloo's would go on
+    over a group that was destroyed.
+
+    Raises:
+        RuntimeError: It is gone.
+    """
+    if group is None or not _is_known(group):
+        raise RuntimeError(
+            "the process group of the weights is gone (destroy_process_group() was called, or the "
+            "offload was closed)"
+        )
+    return group
+
+
 def release_group(group: ProcessGroup | None) -> None:
     """Destroy a group of ours; do nothing when torch.distributed took it down before."""
-    if group is not None and dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+    if group is not None and _is_known(group):
         dist.destroy_process_group(group)
+
+
+def _is_known(group: ProcessGroup) -> bool:
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map

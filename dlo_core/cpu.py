@@ -17,7 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from dlo_core.collective import all_gather_bytes, release_group
+from dlo_core.collective import all_gather_bytes, living, release_group
 from dlo_core.cpu_stream import CpuEvent, CpuStream, HostStream, current_stream, stream_context
 from dlo_core.errors import BackendError, HostMemoryError
 from dlo_core.interface import (
@@ -141,8 +141,7 @@ class GlooCollective(Collective):
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """Queue the gather."""
-        group = self._group
-        current_stream().run(partial(_gather, out, shard, group))
+        current_stream().run(partial(_gather, out, shard, living(self._group)))
 
     def close(self) -> None:
         """Destroy the group; local."""
@@ -154,7 +153,7 @@ class GlooCollective(Collective):
         return f"GlooCollective(rank={self.rank}, size={self.size})"
 
 
-def _gather(out: torch.Tensor, shard: torch.Tensor, group: ProcessGroup | None) -> None:
+def _gather(out: torch.Tensor, shard: torch.Tensor, group: ProcessGroup) -> None:
     all_gather_bytes(out, shard, group=group)
 
 

@@ -114,13 +114,17 @@ def read_header(path: Path) -> SafetensorsFile:
     header = _parse(path, raw)
     start = _PREFIX + len(raw)
     span = (start, status.st_size - start)
-    tensors = {
-        name: _tensor(path, name, entry, span)
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+    _check_metadata(path, header.pop("__metadata__", {}))
+    tensors = {name: _tensor(path, name, entry, span) for name, entry in header.items()}
     _check_tiling(path, tensors.values(), span)
     return SafetensorsFile(path, status.st_size, status.st_mtime_ns, tensors)
+
+
+def _check_metadata(path: Path, metadata: Any) -> None:
+    fits = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    # Null stands for no metadata.
+    if not fits and metadata is not None:
+        refuse(path, "has a __metadata__ that is no object of strings; the file is damaged")
 
 
 def refuse(path: Path, text: str, name: str | None = None) -> NoReturn:

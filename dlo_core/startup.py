@@ -12,7 +12,7 @@ from torch import nn
 from dlo_core._version import __version__
 from dlo_core.agreement import agree_on
 from dlo_core.binding import Placeholder
-from dlo_core.collective import LoneCollective
+from dlo_core.collective import LoneCollective, release_group
 from dlo_core.engine import Engine
 from dlo_core.errors import ConfigError
 from dlo_core.hooks import offload_of
@@ -42,6 +42,21 @@ class Request:
     checkpoint: Checkpoints
     blocks: Blocks
     progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """What one rank plans.
+
+    Attributes:
+        facts: Settings and layouts, which must be the same on every rank.
+        digest: Of the layouts.
+        footprint: The bytes that it takes.
+    """
+
+    facts: dict[str, str]
+    digest: bytes
+    footprint: Footprint
 
 
 class Startup:
@@ -75,17 +90,19 @@ class Startup:
             DloError: On every rank, when anything is wrong on any; nothing is left behind.
         """
         plans: list[ModelPlan] = []
+        decision: _Decision | None = None
         try:
             if problem is None:
                 self._plan(request, plans)
+                decision = self._decide(plans)
         # Every rank must hear of it, whatever it is.
         except BaseException as error:
             problem = error
         try:
             self._agreement.vote(problem, "offload()")
-            digest = self._compare(plans)
-            footprint = predict(plans, self._config)
-            return self._build(plans, digest, request.progress), footprint
+            assert decision is not None
+            agree_on(self._agreement, decision.facts, "offload()")
+            return self._build(plans, decision.digest, request.progress), decision.footprint
         except BaseException:
             for plan in plans:
                 if plan.checkpoint is not None:
@@ -117,22 +134,18 @@ class Startup:
                 )
             )
 
-    def _compare(self, plans: Sequence[ModelPlan]) -> bytes:
-        """Compare settings and layouts with all ranks; return the digest of the layouts.
-
-        In rank-local mode each rank's weights are its own affair; only the mode must be the same.
-        """
+    def _decide(self, plans: Sequence[ModelPlan]) -> _Decision:
+        """Return what the plans come to; in rank-local mode only the mode must be the same."""
         facts = {"dlo": __version__, "use_allgather": str(self._config.use_allgather)}
         if self.gathers:
             facts["device"] = self._backend.name
             facts |= {name: str(value) for name, value in self._config.to_dict().items()}
             for number, plan in enumerate(plans):
                 facts |= _facts_of(number, plan)
-        agree_on(self._agreement, facts, "offload()")
         digest = hashlib.sha256()
         for plan in plans:
             digest.update(plan.digest())
-        return digest.digest()
+        return _Decision(facts, digest.digest(), predict(plans, self._config))
 
     def _build(self, plans: Sequence[ModelPlan], digest: bytes, progress: Progress) -> Engine:
         """Allocate and read, prepare the commit, and vote on it."""
@@ -141,8 +154,7 @@ class Startup:
         problem: BaseException | None = None
         try:
             if self.gathers:
-                made = self._agreement.new_group(self._backend.comm_library, self._config.timeout_s)
-                collective = self._backend.collective(made)
+                collective = self._make_collective()
             engine = Engine(
                 plans,
                 self._config,
@@ -164,6 +176,15 @@ class Startup:
             raise
         assert engine is not None
         return engine
+
+    def _make_collective(self) -> Collective:
+        """Make the weights group and its collective, or neither."""
+        made = self._agreement.new_group(self._backend.comm_library, self._config.timeout_s)
+        try:
+            return self._backend.collective(made)
+        except BaseException:
+            release_group(made)
+            raise
 
 
 def _facts_of(number: int, plan: ModelPlan) -> dict[str, str]:

@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -16,26 +16,25 @@ if TYPE_CHECKING:
 
     from poison import PoisonBackend
 
-__all__ = ["holdings", "nothing_left"]
+__all__ = ["frozen_heap", "holdings", "nothing_left"]
 
 _PATIENCE_S = 3.0
 
 
-def holdings(backend: PoisonBackend) -> dict[str, object]:
+def holdings(backend: PoisonBackend) -> dict[str, int]:
     """Return device bytes, host bytes, process groups, worker threads and open files."""
     gc.collect()
-    files = []
+    files = 0
     for entry in os.listdir("/proc/self/fd"):
-        try:
-            files.append(os.readlink(f"/proc/self/fd/{entry}"))
-        except OSError:  # the listing's own
-            continue
+        with suppress(OSError):  # the listing's own is closed by now
+            name = os.readlink(f"/proc/self/fd/{entry}")
+            files += name.endswith((".safetensors", ".json"))
     return {
         "device bytes": backend.memory().allocated,
         "host bytes": backend.watched.held_nbytes,
         "groups": len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0,
         "threads": sum(thread.name.startswith("dlo") for thread in threading.enumerate()),
-        "files": sorted(name for name in files if name.endswith((".safetensors", ".json"))),
+        "files": files,
     }
 
 
@@ -45,6 +44,21 @@ def nothing_left(backend: PoisonBackend) -> Iterator[None]:
     before = holdings(backend)
     yield
     deadline = time.monotonic() + _PATIENCE_S
-    while (after := holdings(backend)) != before and time.monotonic() < deadline:
+    while grown := _grown(before, holdings(backend)):
+        assert time.monotonic() < deadline, f"left behind (before, after): {grown}"
         time.sleep(0.02)
-    assert after == before, f"{before} became {after}"
+
+
+def _grown(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
+    return {key: (before[key], after[key]) for key in before if after[key] > before[key]}
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Let the collections inside, of which there are many, look at newer objects only."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import re
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from leaks import nothing_left
+from leaks import frozen_heap, nothing_left
 from poison import PoisonBackend
 from ranks import run_ranks
 from safetensors.torch import save_file
@@ -370,11 +369,8 @@ def assert_says(text: str, words: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def fast_collections() -> Iterator[None]:
-    """Let ``gc.collect()``, called for every case, look at this file's objects only."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    with frozen_heap():
+        yield
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -1,28 +1,49 @@
-"""The conformance suite, on every backend of this repository and on the example."""
+"""The conformance suite, on every backend of this repository, simulated ones and the example."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+import re
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+from test_dlo_toy import TestToyAllocator, TestToyBackend, TestToyCollective
 
+from dlo_core import registry
 from dlo_core.cpu import CpuBackend
+from dlo_core.errors import BackendError
+from dlo_core.testing.backend import SimAgreement, SimBackend
 from dlo_core.testing.conformance import (
     AllocatorConformance,
     BackendConformance,
     CollectiveConformance,
+    Member,
 )
+from dlo_core.testing.conformance.checks import CheckConformance
+from dlo_core.testing.conformance.copies import CopyConformance
+from dlo_core.testing.conformance.engine import EngineConformance
+from dlo_core.testing.conformance.events import EventConformance
+from dlo_core.testing.conformance.streams import StreamConformance
+from dlo_core.testing.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlo_core.interface import Backend, PinnedAllocator
+    from dlo_core.interface import Backend, Collective, PinnedAllocator
+    from dlo_core.testing.conformance.collective import OnRanks
+
+# What an author of a backend has: examples/toy_backend/test_dlo_toy.py.
+__all__ = ["TestToyAllocator", "TestToyBackend", "TestToyCollective"]
+
+TOY = Path(__file__).resolve().parent.parent / "examples" / "toy_backend"
 
 
 class TestCpuBackend(BackendConformance):
     @pytest.fixture
-    def backend(self) -> Backend:
-        return CpuBackend()
+    def backend(self, usable_backend: Callable[[str], Backend]) -> Backend:
+        return usable_backend("cpu")
 
 
 class TestCpuAllocator(AllocatorConformance):
@@ -35,3 +56,151 @@ class TestCpuCollective(CollectiveConformance):
     @pytest.fixture
     def make_backend(self) -> Callable[[int], Backend]:
         return lambda rank: CpuBackend()
+
+
+# --- hardware -------------------------------------------------------------------------------------
+
+
+class TestCudaBackend(BackendConformance):
+    @pytest.fixture
+    def backend(self, usable_backend: Callable[[str], Backend]) -> Backend:
+        return usable_backend("cuda")
+
+
+class TestCudaAllocator(AllocatorConformance):
+    # torch's pinned allocator takes powers of two.
+    locks_exactly = False
+
+    @pytest.fixture
+    def allocator(self, usable_backend: Callable[[str], Backend]) -> PinnedAllocator:
+        return usable_backend("cuda").allocator
+
+
+class TestCudaCollective(CollectiveConformance):
+    start_method = "spawn"
+    limit_s = 55.0
+
+    @pytest.fixture
+    def make_backend(self, usable_backend: Callable[[str], Backend]) -> Callable[[int], Backend]:
+        usable_backend("cuda")
+        return partial(backend_of_rank, "cuda")
+
+
+def backend_of_rank(kind: str, rank: int) -> Backend:
+    """Return the backend for the device of ``rank``."""
+    return registry.get_backend(f"{kind}:{rank}")
+
+
+# --- simulations ----------------------------------------------------------------------------------
+
+
+class LateSuite(StreamConformance, EventConformance, CheckConformance, EngineConformance):
+    real_time = False
+    mode = "late"
+    known_limits: ClassVar = {
+        "test_the_current_stream_is_per_thread": "a simulated rank is one thread",
+        "test_waiting_on_the_compute_stream_holds_the_host_as_declared": (
+            "compute is the host, which brings about what it waits for"
+        ),
+        "test_work_that_cannot_be_done_is_an_error_for_whoever_waits": (
+            "work that fails raises once, in whoever runs it"
+        ),
+    }
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return SimBackend(World(mode=self.mode))
+
+    def test_threads_use_streams_of_their_own_at_once(self, *args: Any, **kwargs: Any) -> None:
+        pytest.skip("a simulated rank is one thread")
+
+
+class TestLateSim(CopyConformance, LateSuite):
+    pass
+
+
+class TestEagerSim(LateSuite):
+    mode = "eager"
+    known_limits: ClassVar = {
+        "test_the_current_stream_is_per_thread": "a simulated rank is one thread",
+        "test_waiting_on_the_compute_stream_holds_the_host_as_declared": "all is done at once",
+        "test_queued_work_does_not_hold_the_host": "all is done at once",
+        "test_asking_a_check_never_waits": "all is done at once",
+    }
+
+
+class TestRandomSim(LateSuite):
+    mode = "random"
+    known_limits: ClassVar = {
+        name: reason
+        for name, reason in LateSuite.known_limits.items()
+        # Some seeds run the work at once, and then it is refused at once.
+        if name != "test_work_that_cannot_be_done_is_an_error_for_whoever_waits"
+    }
+
+
+class SimCollectiveConformance(CollectiveConformance):
+    mode = ""
+    known_limits: ClassVar = {
+        "test_a_gather_runs_on_the_compute_stream_too": "a simulation gathers on side streams only"
+    }
+
+    @pytest.fixture
+    def on_ranks(self) -> OnRanks:
+        def on_ranks(check: Callable[..., None], size: int, *args: Any, outsiders: int = 0) -> None:
+            if outsiders:
+                pytest.skip("the group of a simulation is its job")
+            world = World(size, mode=self.mode)
+            world.run_ranks(lambda rank: check(sim_member(world, rank), *args))
+
+        return on_ranks
+
+
+def sim_member(world: World, rank: int) -> Member:
+    """Return a member whose group is the world."""
+    backend, agreement = SimBackend(world, rank), SimAgreement(world, rank)
+    numbers = itertools.count()
+
+    def new_collective() -> Collective:
+        return backend.collective(agreement.new_group("simulated", 1.0))
+
+    def barrier() -> None:
+        agreement.exchange(next(numbers), "barrier")
+
+    return Member(backend, rank, world.size, agreement, new_collective, barrier)
+
+
+class TestLateSimCollective(SimCollectiveConformance):
+    mode = "late"
+
+
+class TestEagerSimCollective(SimCollectiveConformance):
+    mode = "eager"
+
+
+class TestRandomSimCollective(SimCollectiveConformance):
+    mode = "random"
+
+
+# --- the example ----------------------------------------------------------------------------------
+
+
+def test_the_example_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = r'\[project\.entry-points\.dlo\]\n(\w+) = "(\w+)"\n'
+    found = re.search(table, (TOY / "pyproject.toml").read_text())
+    assert found is not None
+    info = tmp_path / "dlo_toy-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dlo-toy\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[dlo]\n{found[1]} = {found[2]}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert repr(registry.get_backend("toy:0")) == "ToyBackend(device='cpu')"
+    with pytest.raises(BackendError, match="toy:7"):
+        registry.get_backend("toy:7")
+
+
+def test_the_example_is_under_150_lines_of_code() -> None:
+    lines = (TOY / "dlo_toy.py").read_text().splitlines()
+    assert sum(bool(line.strip()) for line in lines) < 150

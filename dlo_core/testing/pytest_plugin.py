@@ -14,7 +14,7 @@ from dlo_core import registry
 from dlo_core.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from dlo_core.interface import Backend
 
@@ -26,6 +26,7 @@ torch.set_num_threads(1)
 
 # What a plug-in meets on a machine without its library or driver; all else is a fault in it.
 _ABSENT = (ImportError, OSError, BackendError)
+_reasons = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,6 +49,29 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--require {device}: {error}") from None
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let a test that its class declares as a limit fail, and nothing else."""
+    limits = getattr(getattr(item, "cls", None), "known_limits", {})
+    reason = limits.get(getattr(item, "originalname", item.name))
+    if reason is not None:
+        item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Name an absent device once a class, not once a test."""
+    report = yield
+    parent, told = item.getparent(pytest.Class), report.longrepr
+    if report.skipped and parent is not None and isinstance(told, tuple):
+        reason = told[2].removeprefix("Skipped: ")
+        if reason in item.config.stash.get(_reasons, ()):
+            path, line, _ = parent.reportinfo()
+            report.longrepr = (str(path), (line or 0) + 1, told[2])
+    return report
+
+
 @pytest.fixture(scope="session")
 def usable_backend(pytestconfig: pytest.Config) -> Callable[[str], Backend]:
     """Return a function from a device to its backend; it skips or fails where there is none."""
@@ -61,6 +85,7 @@ def usable_backend(pytestconfig: pytest.Config) -> Callable[[str], Backend]:
             broken = cause is not None and not isinstance(cause, _ABSENT)
             if broken or registry.device_type(device) in required:
                 pytest.fail(reason, pytrace=broken)
+        pytestconfig.stash.setdefault(_reasons, set()).add(reason)
         pytest.skip(reason)
 
     return usable

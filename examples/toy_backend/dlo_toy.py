@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from dlo_core.collective import all_gather_bytes, release_group
-from dlo_core.errors import HostMemoryError
+from dlo_core.errors import BackendError, HostMemoryError
 from dlo_core.interface import Backend, Capabilities, Check, Collective, MemoryInfo, PinnedAllocator
 from dlo_core.registry import hookimpl
 
@@ -164,4 +164,6 @@ class ToyBackend(Backend):
 
 @hookimpl
 def dlo_backend(device: str) -> ToyBackend:
+    if device not in ("toy", "toy:0"):
+        raise BackendError(f"there is one toy device, toy:0; got {device!r}")
     return ToyBackend()

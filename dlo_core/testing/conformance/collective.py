@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from dlo_core.testing.conformance import gathers
+from dlo_core.testing.conformance.base import Suite
 from dlo_core.testing.conformance.member import Member, member_main
 from dlo_core.testing.ranks import run_ranks
 
@@ -38,7 +39,7 @@ class OnRanks(Protocol):
         """
 
 
-class CollectiveConformance:
+class CollectiveConformance(Suite):
     """What the interface promises of ``Collective``.
 
     Attributes:

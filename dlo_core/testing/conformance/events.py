@@ -53,7 +53,7 @@ class EventConformance(BackendSuite):
         stream, dst = lab.stream(), lab.device(64)
         for number, given in enumerate((True, False)):
             src, event = lab.host(64, number), lab.backend.new_event()
-            lab.busy(stream, 4)
+            lab.busy(stream, 12)
             with lab.backend.stream(stream):
                 lab.backend.copy(dst, src)
                 if not given:
@@ -67,7 +67,7 @@ class EventConformance(BackendSuite):
         stream, event = lab.stream(), lab.backend.new_event()
         dst, out = lab.device(64), lab.host(64)
         for seed in range(4):
-            lab.busy(stream, 4)
+            lab.busy(stream, 12)
             lab.copy(stream, dst, lab.host(64, seed))
             lab.copy(stream, out, dst)
             stream.record_event(event)
@@ -178,7 +178,7 @@ class EventConformance(BackendSuite):
         second_filled, second_drained = new_event(), new_event()
         for number, (src, out) in enumerate(zip(sources, outs, strict=True)):
             # In turns each stream is the slow one.
-            lab.busy((enter, across, leave)[number % 3], 2)
+            lab.busy((enter, across, leave)[number % 3], 6)
             enter.wait_event(first_drained)
             lab.copy(enter, first, src)
             enter.record_event(first_filled)
@@ -206,7 +206,7 @@ class EventConformance(BackendSuite):
                 stream.wait_event(drained)
                 lab.backend.copy(buffer, src)
                 stream.record_event(filled)
-            lab.busy(stream, 1)
+            lab.busy(stream, 3)
             compute.wait_event(filled)
             seen.append(buffer.clone())
             compute.record_event(drained)
@@ -219,7 +219,7 @@ class EventConformance(BackendSuite):
         events = [lab.backend.new_event(timing=True) for _ in range(3)]
         for event in events:
             stream.record_event(event)
-            lab.busy(stream, 2)
+            lab.busy(stream, 6)
         lab.settle()
         first, second, third = events
         parts = first.elapsed_time(second) + second.elapsed_time(third)
@@ -242,7 +242,7 @@ class EventConformance(BackendSuite):
             host_ms = (time.perf_counter() - began) * 1e3
             return host_ms / 5 <= start.elapsed_time(end) <= host_ms + _CLOCK_MS
 
-        lab.busy(lab.stream(), 1)
+        lab.busy(lab.stream(), 3)
         assert lab.once(attempt), "elapsed_time() does not agree with the host's clock"
 
     def test_timing_events_work_on_the_compute_stream(self, lab: Lab) -> None:

@@ -105,7 +105,7 @@ def gather_in_turns(member: Member) -> None:
     for number, src in enumerate(sources):
         # In turns the ranks are slow, and the copies or the gathers are.
         if number % member.size == member.rank:
-            lab.busy((copying, gathering)[number % 2], 2)
+            lab.busy((copying, gathering)[number % 2], 6)
         with backend.stream(copying):
             copying.wait_event(stage_drained)
             backend.copy(stage, src)
@@ -157,8 +157,7 @@ def close_alone(member: Member) -> None:
     """Close on one rank after the other, twice each; nobody may wait for anybody."""
     lab, collective = Lab(member.backend), member.new_collective()
     out, shard = lab.device(member.size * 256), lab.device(256, 1000 + member.rank)
-    collective.all_gather(out, shard)
-    lab.settle()
+    gather_alone(lab, collective, out, shard)
     for turn in range(member.size):
         if turn == member.rank:
             collective.close()
@@ -167,9 +166,18 @@ def close_alone(member: Member) -> None:
     assert_equal(lab.read(out), whole(member.size, 256, 1), "before the close")
     # A group that was closed makes room for the next.
     again = member.new_collective()
-    again.all_gather(out, shard)
+    gather_alone(lab, again, out.zero_(), shard)
     assert_equal(lab.read(out), whole(member.size, 256, 1), "after the close")
     finish(member, again, lab)
+
+
+def gather_alone(lab: Lab, collective: Collective, out: torch.Tensor, shard: torch.Tensor) -> None:
+    """Gather on a side stream of its own, when all else is done, and wait."""
+    lab.settle()
+    stream = lab.stream()
+    with lab.backend.stream(stream):
+        collective.all_gather(out, shard)
+    stream.synchronize()
 
 
 def run_model(member: Member, settings: Sequence[dict[str, Any]]) -> None:

@@ -58,7 +58,7 @@ class MemoryConformance(BackendSuite):
         for value, piece in enumerate(pieces):
             assert bool((lab.read(piece) == value).all())
 
-    @pytest.mark.parametrize("nbytes", [1, 1000, 70_000, (8 << 20) + 1])
+    @pytest.mark.parametrize("nbytes", [1, 70_000, (8 << 20) + 1])
     def test_memory_counts_what_lives(self, lab: Lab, nbytes: int) -> None:
         before = lab.allocated()
         made = [lab.backend.empty(nbytes) for _ in range(3)]

@@ -109,9 +109,14 @@ class StreamConformance(BackendSuite):
 
     def test_work_queued_before_an_exception_is_not_lost(self, lab: Lab) -> None:
         stream, dst, src = lab.stream(), lab.device(64), lab.host(64, 2)
-        with pytest.raises(KeyError, match="inside"), lab.backend.stream(stream):
-            lab.backend.copy(dst, src)
-            raise KeyError("inside")
+
+        def fail_inside() -> None:
+            with lab.backend.stream(stream):
+                lab.backend.copy(dst, src)
+                raise KeyError("inside")
+
+        with pytest.raises(KeyError, match="inside"):
+            fail_inside()
         stream.synchronize()
         assert torch.equal(lab.read(dst), src)
 

@@ -1,0 +1,476 @@
+"""Faulty backends: each breaks one promise of the interface, in a class of the conformance suite.
+
+Not collected with the tests, for the classes must fail; ``test_conformance_faults.py`` runs them.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlo_core.collective import all_gather_bytes
+from dlo_core.cpu import CpuBackend, CpuCheck, GlooCollective, PageableAllocator, PageableBuffer
+from dlo_core.cpu_stream import CpuEvent, CpuStream, HostStream, current_stream
+from dlo_core.interface import Capabilities
+from dlo_core.rawbytes import bytes_of
+from dlo_core.testing.conformance import (
+    AllocatorConformance,
+    BackendConformance,
+    CollectiveConformance,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dlo_core.interface import Backend, PinnedAllocator
+
+
+class Faulty(BackendConformance):
+    """The suite on a backend of a class."""
+
+    kind: type[CpuBackend] = CpuBackend
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return self.kind()
+
+
+# --- allocators -----------------------------------------------------------------------------------
+
+
+class RoundedBuffer(PageableBuffer):
+    """Takes a power of two."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(1 << max(nbytes - 1, 0).bit_length())
+
+
+class SlicedBuffer(PageableBuffer):
+    """Shows what was asked for, and takes a power of two."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(1 << max(nbytes - 1, 0).bit_length())
+        self._tensor = self.tensor[:nbytes]
+
+
+class LyingBuffer(PageableBuffer):
+    """Says that it is page-locked."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.pinned, self.locked_nbytes = True, nbytes
+
+
+class ImmortalBuffer(PageableBuffer):
+    """Keeps its memory."""
+
+    kept: list[torch.Tensor] = []  # noqa: RUF012 - the leak is the fault
+
+    def release(self) -> None:
+        self.kept.append(self.tensor)
+
+
+class FaultyAllocator(PageableAllocator):
+    def __init__(self, kind: type[PageableBuffer]) -> None:
+        self.kind = kind
+
+    def allocate(self, nbytes: int) -> PageableBuffer:
+        return self.kind(nbytes)
+
+
+class AllocatorFault(AllocatorConformance):
+    kind: type[PageableBuffer]
+
+    @pytest.fixture
+    def allocator(self) -> PinnedAllocator:
+        return FaultyAllocator(self.kind)
+
+
+class TestRoundingAllocator(AllocatorFault):
+    kind = RoundedBuffer
+
+
+class TestSlicingAllocator(AllocatorFault):
+    kind = SlicedBuffer
+
+
+class TestLyingAllocator(AllocatorFault):
+    kind = LyingBuffer
+
+
+class TestLeakingAllocator(AllocatorFault):
+    kind = ImmortalBuffer
+
+
+class TestSilentAllocator(AllocatorConformance):
+    """Raises what it got, for memory that cannot be had."""
+
+    @pytest.fixture
+    def allocator(self) -> PinnedAllocator:
+        class Plain(PageableAllocator):
+            def allocate(self, nbytes: int) -> Any:
+                made = super().allocate(min(nbytes, 1 << 40))
+                assert made.tensor.nbytes == nbytes
+                return made
+
+        return Plain()
+
+
+# --- streams and events ---------------------------------------------------------------------------
+
+
+class DeafStream(CpuStream):
+    def wait_event(self, event: CpuEvent) -> None:
+        """Wait for nothing."""
+
+
+class DeafHost(HostStream):
+    def wait_event(self, event: CpuEvent) -> None:
+        """Wait for nothing."""
+
+
+class LatestStream(CpuStream):
+    def wait_event(self, event: CpuEvent) -> None:
+        """Wait for the recording that the event has when the stream comes to it."""
+        self.run(event.synchronize)
+
+
+class ForgetfulStream(CpuStream):
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        """Keep the first recording."""
+        if event is not None and event._ticket is not None:
+            return event
+        return super().record_event(event)
+
+
+class HastyStream(CpuStream):
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        """Reach the event at once."""
+        return HostStream().record_event(event)
+
+
+class WithStream(CpuBackend):
+    stream_kind: type[CpuStream]
+
+    def new_stream(self, priority: int = 0) -> CpuStream:
+        stream = self.stream_kind("faulty")
+        self._streams.add(stream)
+        return stream
+
+
+def with_stream(kind: type[CpuStream]) -> type[CpuBackend]:
+    return type("WithStream", (WithStream,), {"stream_kind": kind})
+
+
+class TestWaitThatDoesNothing(Faulty):
+    kind = with_stream(DeafStream)
+
+
+class TestWaitForTheLatestRecording(Faulty):
+    kind = with_stream(LatestStream)
+
+
+class TestEventThatKeepsItsFirstRecording(Faulty):
+    kind = with_stream(ForgetfulStream)
+
+
+class TestEventThatIsReachedAtOnce(Faulty):
+    kind = with_stream(HastyStream)
+
+
+class ComputeThatDoesNotWait(CpuBackend):
+    def current_stream(self) -> CpuStream | HostStream:
+        stream = super().current_stream()
+        return stream if isinstance(stream, CpuStream) else self.deaf
+
+    deaf = DeafHost()
+
+
+class TestComputeThatDoesNotWait(Faulty):
+    kind = ComputeThatDoesNotWait
+
+
+class ContextThatStays(CpuBackend):
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        from dlo_core import cpu_stream
+
+        before = current_stream()
+        cpu_stream._current.stream = stream
+        yield
+        cpu_stream._current.stream = before
+
+
+class TestContextThatStaysAfterAnException(Faulty):
+    kind = ContextThatStays
+
+
+class ContextOfAllThreads(CpuBackend):
+    shared: Any = None
+
+    def current_stream(self) -> Any:
+        return self.shared or super().current_stream()
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.shared = self.shared, stream
+        try:
+            with super().stream(stream):
+                yield
+        finally:
+            self.shared = before
+
+
+class TestContextOfAllThreads(Faulty):
+    kind = ContextOfAllThreads
+
+
+class SecondsEvent(CpuEvent):
+    def elapsed_time(self, end_event: CpuEvent) -> float:
+        return super().elapsed_time(end_event) / 1e3
+
+
+class TimesInSeconds(CpuBackend):
+    def new_event(self, *, timing: bool = False) -> CpuEvent:
+        return SecondsEvent()
+
+
+class TestTimesInSeconds(Faulty):
+    kind = TimesInSeconds
+
+
+# --- copies and device memory ---------------------------------------------------------------------
+
+
+class CopyOfOneRun(CpuBackend):
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Move as many bytes from the first on, whatever the strides are."""
+        n = dst.numel()
+        current_stream().run(lambda: bytes_of(dst, n).copy_(bytes_of(src, n)))
+
+
+class TestCopyThatIgnoresStrides(Faulty):
+    kind = CopyOfOneRun
+
+
+class CopyAtOnce(CpuBackend):
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy before the stream's turn."""
+        dst.copy_(src)
+
+
+class TestCopyAtOnce(Faulty):
+    kind = CopyAtOnce
+
+
+class CopyOfWholeWords(CpuBackend):
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Drop what is left over of the last eight bytes."""
+        n = len(dst) // 8 * 8 if dst.ndim == 1 else len(dst)
+        super().copy(dst[:n], src[:n])
+
+
+class TestCopyOfWholeWords(Faulty):
+    kind = CopyOfWholeWords
+
+
+class UncountedMemory(CpuBackend):
+    def empty(self, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class TestUncountedMemory(Faulty):
+    kind = UncountedMemory
+
+
+class InferenceMemory(CpuBackend):
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class TestInferenceMemory(Faulty):
+    kind = InferenceMemory
+
+
+# --- capabilities ---------------------------------------------------------------------------------
+
+
+class SaysPinned(CpuBackend):
+    capabilities = Capabilities(host_blocks=True, pinned_memory=True)
+
+
+class TestDeclaresPinnedMemory(Faulty):
+    kind = SaysPinned
+
+
+class SaysNotPinned(CpuBackend):
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = FaultyAllocator(LyingBuffer)
+
+
+class TestDeniesPinnedMemory(Faulty):
+    kind = SaysNotPinned
+
+
+class SaysNotBlocking(CpuBackend):
+    capabilities = Capabilities(host_blocks=False)
+
+
+class TestDeniesBlocking(Faulty):
+    kind = SaysNotBlocking
+
+
+class TestLimitThatIsNone(Faulty):
+    known_limits = {"test_a_priority_is_accepted": "planted: it passes"}  # noqa: RUF012
+
+
+# --- checks and errors ----------------------------------------------------------------------------
+
+
+class LatestCheck(CpuCheck):
+    def compare(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        def work() -> None:
+            self._failed = not torch.equal(actual, expected)
+
+        current_stream().run(work)
+
+
+class WaitingCheck(CpuCheck):
+    last: Any = None
+
+    def compare(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        super().compare(actual, expected)
+        self.last = current_stream().record_event()
+
+    def failed(self) -> bool:
+        if self.last is not None:
+            self.last.synchronize()
+        return super().failed()
+
+
+class CheckThatForgets(CpuBackend):
+    def new_check(self) -> CpuCheck:
+        return LatestCheck()
+
+
+class TestCheckThatForgets(Faulty):
+    kind = CheckThatForgets
+
+
+class CheckThatWaits(CpuBackend):
+    def new_check(self) -> CpuCheck:
+        return WaitingCheck()
+
+
+class TestCheckThatWaits(Faulty):
+    kind = CheckThatWaits
+
+
+class SwallowsErrors(CpuBackend):
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        def work() -> None:
+            if dst.shape == src.shape:
+                dst.copy_(src)
+
+        current_stream().run(work)
+
+
+class TestErrorThatIsLost(Faulty):
+    kind = SwallowsErrors
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+
+class GlobalRank(GlooCollective):
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self.rank = dist.get_rank()
+
+
+class GatherAtOnce(GlooCollective):
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """Gather before the stream's turn."""
+        all_gather_bytes(out, shard, group=self._group)
+
+
+class GatherBackwards(GlooCollective):
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """Put the shards down in the wrong order."""
+        super().all_gather(out, shard)
+
+        def work() -> None:
+            out.copy_(out.view(self.size, -1).flip(0).reshape(-1))
+
+        current_stream().run(work)
+
+
+class ClearsFirst(GlooCollective):
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """Clear ``out``, of which the shard may be a part."""
+        current_stream().run(out.zero_)
+        super().all_gather(out, shard)
+
+
+class ClosesTogether(GlooCollective):
+    def close(self) -> None:
+        """Wait for the others."""
+        if self._group is not None:
+            dist.barrier(self._group)
+        super().close()
+
+
+class ClosesOnce(GlooCollective):
+    def close(self) -> None:
+        """Refuse a second time."""
+        assert self._group is not None
+        super().close()
+
+
+class WithCollective(CpuBackend):
+    def __init__(self, kind: type[GlooCollective]) -> None:
+        super().__init__()
+        self.collective_kind = kind
+
+    def collective(self, group: Any) -> GlooCollective:
+        return self.collective_kind(group)
+
+
+class CollectiveFault(CollectiveConformance):
+    kind: type[GlooCollective]
+    limit_s = 10.0
+
+    @pytest.fixture
+    def make_backend(self) -> Callable[[int], Backend]:
+        return lambda rank: WithCollective(self.kind)
+
+
+class TestCollectiveWithTheGlobalRank(CollectiveFault):
+    kind = GlobalRank
+
+
+class TestGatherAtOnce(CollectiveFault):
+    kind = GatherAtOnce
+
+
+class TestGatherBackwards(CollectiveFault):
+    kind = GatherBackwards
+
+
+class TestGatherThatClearsFirst(CollectiveFault):
+    kind = ClearsFirst
+
+
+class TestCloseThatIsACollective(CollectiveFault):
+    kind = ClosesTogether
+    limit_s = 4.0
+
+
+class TestCloseThatMayNotBeRepeated(CollectiveFault):
+    kind = ClosesOnce
