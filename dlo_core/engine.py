@@ -289,6 +289,8 @@ class Engine:
 
     def release(self, reason: str) -> None:
         """Let all memory, streams and groups go without a collective; idempotent."""
+        # Memory that is freed here may still be read by compute that was queued before.
+        self._backend.current_stream().synchronize()
         for streamer in self.streamers:
             streamer.close(reason)
         for remainder in (part for parts in self.remainders for part in parts):

@@ -69,7 +69,8 @@ def device_type(device: str | torch.device) -> str:
 
 def installed() -> tuple[BackendStatus, ...]:
     """Return the status of every entry point of the group, in the order of their names."""
-    return tuple(_status(point) for point in sorted(_points(), key=lambda point: point.name))
+    points = _points()
+    return tuple(_status(point, points) for point in sorted(points, key=lambda point: point.name))
 
 
 def get_backend(device: str | torch.device) -> Backend:
@@ -86,12 +87,7 @@ def get_backend(device: str | torch.device) -> Backend:
         raise BackendError(
             f"no backend for device {str(device)!r}; installed: {known}{_hint(name)}"
         )
-    if len(points) > 1:
-        owners = ", ".join(_distribution(point) for point in points)
-        raise BackendError(
-            f"several distributions ship a backend for {name!r}: {owners}; uninstall all but one"
-        )
-    return _load(points[0], str(device))
+    return _load(_only(points), str(device))
 
 
 def resolve(device: str | torch.device | Backend) -> Backend:
@@ -115,7 +111,7 @@ def _load(point: metadata.EntryPoint, device: str) -> Backend:
         backend = manager.hook.dlo_backend(device=device)
     except BackendError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BackendError(
             f"the backend {point.name!r} of {_distribution(point)} failed for device {device!r}: "
             f"{type(error).__name__}: {error}"
@@ -132,20 +128,36 @@ def _load(point: metadata.EntryPoint, device: str) -> Backend:
 def _import(point: metadata.EntryPoint) -> Any:
     try:
         return point.load()
-    # A plug-in may fail on import in any way: a missing library is an OSError.
-    except Exception as error:
+    # A plug-in may fail on import in any way: a missing library is an OSError, some exit.
+    except (Exception, SystemExit) as error:
         raise BackendError(
             f"the backend {point.name!r} of {_distribution(point)} cannot be imported "
             f"({point.value}): {type(error).__name__}: {error}{_hint(point.name)}"
         ) from error
 
 
-def _status(point: metadata.EntryPoint) -> BackendStatus:
+def _status(point: metadata.EntryPoint, points: list[metadata.EntryPoint]) -> BackendStatus:
     try:
-        backend = _load(point, point.name)
+        same = _only([other for other in points if other.name == point.name])
+        backend = _load(same, point.name)
     except BackendError as error:
         return BackendStatus(point.name, _distribution(point), str(error), None)
     return BackendStatus(point.name, _distribution(point), None, backend)
+
+
+def _only(points: list[metadata.EntryPoint]) -> metadata.EntryPoint:
+    """Return the one entry point of a name.
+
+    Raises:
+        BackendError: There are several, and which one is meant is not ours to choose.
+    """
+    if len(points) > 1:
+        owners = ", ".join(_distribution(point) for point in points)
+        raise BackendError(
+            f"several distributions ship a backend for {points[0].name!r}: {owners}; uninstall "
+            "all but one"
+        )
+    return points[0]
 
 
 def _distribution(point: metadata.EntryPoint) -> str:

@@ -27,6 +27,7 @@ class Slot:
         check: Compares the trailers of a gathered block.
         tape: Whose fill it holds; None when nothing is held.
         fill: Number of that fill.
+        reader: The stream that read this fill last, and recorded ``drained``; None: nobody yet.
         bound: How many calls of a block use it now.
     """
 
@@ -38,6 +39,7 @@ class Slot:
     check: Check
     tape: Any = None
     fill: int = -1
+    reader: Any = None
     bound: int = 0
 
     def __repr__(self) -> str:

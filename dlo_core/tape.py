@@ -326,7 +326,7 @@ class Tape:
             slot.fill = fill
             self.num_skipped += 1
             return
-        slot.tape, slot.fill = self, fill
+        slot.tape, slot.fill, slot.reader = self, fill, None
         self.num_fills += 1
         self._filler.fill(slot, block, fill)
         if self.n > self.depth:

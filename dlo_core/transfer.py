@@ -8,6 +8,8 @@ are there) and *drained* (nobody reads them any more). They order everything:
 - gather k    waits stage.filled, slot.drained,  records stage.drained, slot.filled
 - compute k   waits slot.filled,                 records slot.drained
 
+A compute stream that reads a fill which another one has read waits for that one's slot.drained.
+
 Where nothing is gathered the copy takes the gather's place; where the gather is in place the slot
 itself is the stage, and *copied* stands for stage.filled. ``wait_event`` and ``record_event`` are
 called in this file and nowhere else.
@@ -146,6 +148,10 @@ class Transfer(ABC):
         stream, times = self._backend.current_stream(), self._blocks[block].times
         stream.record_event(times.wait_start)
         stream.wait_event(slot.filled)
+        if slot.reader is not None and slot.reader != stream:
+            # Another stream reads the same fill: its drained is about to be recorded anew here, so
+            # ours must come after it.
+            stream.wait_event(slot.drained)
         stream.record_event(times.wait_end)
 
     def release(self, slot: Slot, block: int) -> None:
@@ -153,6 +159,7 @@ class Transfer(ABC):
         # See [Note: two events].
         stream = self._backend.current_stream()
         stream.record_event(slot.drained)
+        slot.reader = stream
         stream.record_event(self._blocks[block].times.compute_end)
 
     def mark(self, event: Event) -> None:

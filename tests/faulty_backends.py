@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlo_core import cpu_stream
 from dlo_core.collective import all_gather_bytes
 from dlo_core.cpu import CpuBackend, CpuCheck, GlooCollective, PageableAllocator, PageableBuffer
 from dlo_core.cpu_stream import CpuEvent, CpuStream, HostStream, current_stream
@@ -197,8 +198,6 @@ class TestComputeThatDoesNotWait(Faulty):
 class ContextThatStays(CpuBackend):
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        from dlo_core import cpu_stream
-
         before = current_stream()
         cpu_stream._current.stream = stream
         yield
@@ -207,6 +206,12 @@ class ContextThatStays(CpuBackend):
 
 class TestContextThatStaysAfterAnException(Faulty):
     kind = ContextThatStays
+
+    @pytest.fixture(autouse=True)
+    def spare_the_others(self) -> Iterator[None]:
+        """Undo what the fault does to this thread."""
+        yield
+        vars(cpu_stream._current).clear()
 
 
 class ContextOfAllThreads(CpuBackend):

@@ -138,6 +138,9 @@ class TestRandomSim(LateSuite):
         if name != "test_work_that_cannot_be_done_is_an_error_for_whoever_waits"
     }
 
+    def test_queued_work_does_not_hold_the_host(self, *args: Any, **kwargs: Any) -> None:
+        pytest.skip("the seed decides whether queued work is done at once")
+
 
 class SimCollectiveConformance(CollectiveConformance):
     mode = ""

@@ -13,9 +13,9 @@ from toys import AwkwardBlock, OrderedToy, Toy, WideBlock, inputs, make_toy, twi
 import dlo_core as dlo
 from dlo_core import engine as engine_module
 from dlo_core.errors import UseError
+from dlo_core.tape import Tape
 from dlo_core.testing import Deadlock, RankFailed, Recorder, SimAgreement, SimBackend, World
 from dlo_core.testing.world import MODES
-from dlo_core.tape import Tape
 from dlo_core.transfer import StagedTransfer
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ SKIPS: list[list[Sequence[int]]] = [
 ]
 
 
+# The last block is held and called again, on another stream, before its slot is filled anew.
+REBINDS: list[Sequence[int]] = [(), (0, 1), (), (0, 1), ()]
+
+
 class Run:
     """A run of one model on simulated ranks, with a recorder on each."""
 
@@ -45,7 +49,9 @@ class Run:
         seed: int = 0,
         depth: int = 2,
         build: Callable[[], nn.Module] = lambda: make_toy(5),
+        several_streams: bool = False,
     ) -> None:
+        self._several_streams = several_streams
         self.world = World(ranks, mode, seed)
         self.recorders = [Recorder() for _ in range(ranks)]
         self.host_syncs: list[list[str]] = []
@@ -67,9 +73,14 @@ class Run:
         recorder.watch(offloaded)
         backend.host_syncs.clear()
         with torch.inference_mode(), recorder.compute():
-            for number, skip in enumerate(SKIPS[rank % 2]):
+            for number, skip in enumerate(REBINDS if self._several_streams else SKIPS[rank % 2]):
                 x = inputs(10 * rank + number)
-                assert torch.equal(model(x, skip=skip), resident(x, skip=skip)), number
+                stream = backend.current_stream()
+                if self._several_streams:
+                    stream = backend.new_compute_stream(f"compute {number}")
+                with backend.stream(stream):
+                    got = model(x, skip=skip)
+                assert torch.equal(got, resident(x, skip=skip)), number
         syncs = list(backend.host_syncs)
         offloaded.shutdown()
         return syncs
@@ -94,6 +105,12 @@ def test_the_engine_as_it_is_has_no_race_and_no_host_sync(
         assert all(recorder.num_accesses > 100 for recorder in run.recorders)
         # Skips differ from rank to rank, the collectives do not.
         assert all(order == run.world.collectives[0] for order in run.world.collectives)
+
+
+def test_forwards_on_several_compute_streams_have_no_race() -> None:
+    for mode in MODES:
+        run = Run(build=lambda: make_toy(3), several_streams=True, mode=mode)()
+        assert run.races == []
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -125,7 +142,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType) -> None:
 
 def all_runs() -> list[Run]:
     settings = itertools.product(((1, 2), (2, 2), (2, 0)), MODES, (2, 3))
-    return [Run(ranks=r, stages=s, mode=m, depth=d) for (r, s), m, d in settings]
+    runs = [Run(ranks=r, stages=s, mode=m, depth=d) for (r, s), m, d in settings]
+    return [*runs, Run(build=lambda: make_toy(3), several_streams=True)]
 
 
 def caught_by(runs: list[Run]) -> set[str]:

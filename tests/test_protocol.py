@@ -141,7 +141,11 @@ TELLING: list[Program] = [
     ((0, 0, 1, 2, 2), (), (4,)),
     ((0, 1, 2, 3, 4), (0, 1), (0, 1, 2, 3, 4)),
 ]
-ORDERING = [site for site in sites() if not site.timing_only]
+# The machine has one compute stream; test_kit.py shows the need of this wait on several.
+SEVERAL_COMPUTE_STREAMS = "Transfer.acquire: stream.wait_event(slot.drained)"
+ORDERING = [
+    site for site in sites() if not site.timing_only and str(site) != SEVERAL_COMPUTE_STREAMS
+]
 
 
 def explore_telling(transfers: Any = None, tape_class: type[Tape] = Tape) -> None:

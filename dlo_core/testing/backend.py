@@ -95,11 +95,10 @@ class SimStream:
 class ComputeStream:
     """The compute stream: the host does its work at once, but it has a clock of its own."""
 
-    name = "compute"
-
-    def __init__(self, backend: SimBackend) -> None:
+    def __init__(self, backend: SimBackend, name: str = "compute") -> None:
         """Belong to ``backend``."""
         self._backend = backend
+        self.name = name
 
     def wait_event(self, event: SimEvent) -> None:
         """Let later compute wait for ``event``; the simulation brings it about now."""
@@ -270,6 +269,10 @@ class SimBackend(Backend):
         """Return a new side stream."""
         return SimStream(self, f"rank {self.rank} stream {next(self._names)}")
 
+    def new_compute_stream(self, name: str) -> ComputeStream:
+        """Return another compute stream, for forwards on several streams."""
+        return ComputeStream(self, name)
+
     def current_stream(self) -> Any:
         """Return the current stream."""
         return self._current
@@ -331,7 +334,7 @@ class SimBackend(Backend):
         stream = self._current
         if self.recorder is not None:
             self.recorder.accesses(stream.name, op, reads=reads, writes=writes)
-        if stream is self._compute:
+        if isinstance(stream, ComputeStream):
             self.world.execute(work)
             return
         storages = frozenset(storage_of(tensor) for tensor in (*reads, *writes))

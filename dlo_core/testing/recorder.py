@@ -245,7 +245,9 @@ class _Watcher(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and _has_storage(tensor):
                 reads.append(tensor)
         if not _only_views(func):
-            self._recorder.accesses("compute", "compute", reads=reads, writes=writes)
+            assert self._recorder.backend is not None
+            timeline = self._recorder.backend.current_stream().name
+            self._recorder.accesses(timeline, "compute", reads=reads, writes=writes)
 
 
 def _only_views(func: Any) -> bool:
