@@ -468,7 +468,8 @@ def test_a_process_ends_cleanly_whatever_was_closed_first(tmp_path: Path) -> Non
         text=True,
         timeout=50,
         check=False,
-        env={"PYTHONPATH": ":".join(paths), "PATH": ""},
+        cwd=Path(__file__).parent,
+        env={"PYTHONPATH": ":".join(paths), "PYTHONSAFEPATH": "1", "PATH": ""},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{act} 0 0" for act in ACTS]

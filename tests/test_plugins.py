@@ -254,7 +254,8 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=50,
         check=False,
-        env={"PYTHONPATH": ":".join(paths), "PATH": ""},
+        cwd=Path(__file__).parent,
+        env={"PYTHONPATH": ":".join(paths), "PYTHONSAFEPATH": "1", "PATH": ""},
     )
 
 
