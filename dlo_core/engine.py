@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from dlo_core.binding import BlockBinding
-from dlo_core.errors import RestoreError, UseError
+from dlo_core.errors import UseError
 from dlo_core.hooks import Hooks
 from dlo_core.host import HostStore
 from dlo_core.layout import BlockLayout
@@ -212,15 +213,26 @@ class Engine:
         """Give every tensor back on the host, or on meta, and take the wrappers off.
 
         Raises:
-            RestoreError: The values cannot be had; the models stay as they are.
+            UseError: A forward is under way.
+            DloError: The values cannot be had; the models stay as they are.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            values = {} if to == "meta" else self._fetch()
-            for index, (plan, streamer) in enumerate(zip(self.plans, self.streamers, strict=True)):
-                self._restore_blocks(plan, streamer, values, to)
-                for remainder in self.remainders[index]:
-                    remainder.detach(to)
-                self._hooks[index].detach()
+        if not self.pool.lock.acquire(blocking=False):
+            raise UseError("busy: another thread is inside the model; wait for its forward to end")
+        try:
+            if self.pool.busy:
+                raise UseError("busy: a block computes now; call disable() between passes")
+            with torch.inference_mode(False), torch.no_grad():
+                self._restore(to)
+        finally:
+            self.pool.lock.release()
+
+    def _restore(self, to: str) -> None:
+        values = {} if to == "meta" else self._fetch()
+        for index, (plan, streamer) in enumerate(zip(self.plans, self.streamers, strict=True)):
+            self._restore_blocks(plan, streamer, values, to)
+            for remainder in self.remainders[index]:
+                remainder.detach(to)
+            self._hooks[index].detach()
 
     def _restore_blocks(
         self, plan: ModelPlan, streamer: Streamer, values: dict[int, list[torch.Tensor]], to: str
@@ -268,24 +280,25 @@ class Engine:
         """Walk one whole turn of each tape; no weight collective happens outside of it."""
         values: dict[int, list[torch.Tensor]] = {}
 
-        def visit(number: int, slot: Slot) -> None:
-            if number in values:
-                return
-            self.transfer.acquire(slot, number)
-            if slot.check.failed():
-                raise RestoreError(
-                    f"block {self.layouts[number].name!r} arrived with another block's bytes"
-                )
-            run = torch.empty(self.layouts[number].nbytes, dtype=torch.uint8)
-            self._backend.copy(run, slot.buffer[: run.nbytes])
-            self._backend.current_stream().synchronize()
-            self.transfer.release(slot, number)
-            values[number] = _tensors(self.layouts[number], run)
-
         for streamer in self.streamers:
             streamer.check_usable()
-            streamer.tape.walk(visit)
+            streamer.tape.walk(partial(self._fetch_block, streamer, values))
         return values
+
+    def _fetch_block(
+        self, streamer: Streamer, values: dict[int, list[torch.Tensor]], number: int, slot: Slot
+    ) -> None:
+        if number in values:
+            return
+        block = number - streamer.first_block
+        streamer.wait_for(slot, block)
+        run = torch.empty(self.layouts[number].nbytes, dtype=torch.uint8)
+        self._backend.copy(run, slot.buffer[: run.nbytes])
+        self._backend.current_stream().synchronize()
+        # The comparison of the trailers is done by now.
+        streamer.check(slot, block)
+        self.transfer.release(slot, number)
+        values[number] = _tensors(self.layouts[number], run)
 
     def release(self, reason: str) -> None:
         """Let all memory, streams and groups go without a collective; idempotent."""

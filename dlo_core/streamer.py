@@ -142,6 +142,25 @@ class Streamer:
         """Give the pool back."""
         self._pool.lock.release()
 
+    def wait_for(self, slot: Slot, block: int) -> None:
+        """Let the current stream wait until ``block`` is in ``slot``.
+
+        Raises:
+            FillError: It did not come; the offload is closed.
+        """
+        number = self.first_block + block
+        self._guard(self._transfer.acquire, slot, number, block=block, fill=slot.fill)
+
+    def check(self, slot: Slot, block: int) -> None:
+        """Refuse a slot that is known by now to hold other bytes than ``block``'s; never waits.
+
+        Raises:
+            FillError: It does; the offload is closed.
+        """
+        if slot.check.failed():
+            mixed = "it holds another block's bytes: the ranks' gathers were mixed up"
+            self._fail(mixed, block, slot.fill)
+
     def _enter(self) -> None:
         if not self._pool.lock.acquire(blocking=False):
             raise UseError(
@@ -160,10 +179,8 @@ class Streamer:
         number = self.first_block + block
         slot: Slot = self._guard(self.tape.before, number, block=block)
         try:
-            self._guard(self._transfer.acquire, slot, number, block=block, fill=slot.fill)
-            if slot.check.failed():
-                mixed = "it holds another block's bytes: the ranks' gathers were mixed up"
-                self._fail(mixed, block, slot.fill)
+            self.wait_for(slot, block)
+            self.check(slot, block)
             # A block that calls itself is bound already.
             if not self._depth[block]:
                 self.bindings[block].bind(slot)

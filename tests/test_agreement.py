@@ -245,7 +245,7 @@ def test_a_rank_that_is_slow_is_waited_for() -> None:
     """
 
     def job(rank: int) -> bool:
-        calls = []
+        calls: list[dlo.LoadProgress] = []
 
         def slow(progress: dlo.LoadProgress) -> None:
             if not calls:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -235,6 +236,68 @@ def test_disable_refuses_another_place() -> None:
     with pytest.raises(dlo.ConfigError, match="'cpu' or 'meta'; got 'cuda'"):
         offloaded.disable(to="cuda")
     check_three(model, make_toy(N))
+
+
+class Acting(Block):
+    """Does something in the middle of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act: Callable[[], object] | None = None
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Act, then compute."""
+        if self.act is not None:
+            self.act()
+        return super().forward(x, scale)
+
+
+def acting() -> tuple[Toy, Acting, nn.Module]:
+    torch.manual_seed(0)
+    block = Acting()
+    model = Toy([Block(), block, Block()]).requires_grad_(False)
+    return model, block, twin(model)
+
+
+@pytest.mark.parametrize("to", ["cpu", "meta"])
+def test_disable_while_a_block_computes_is_refused(to: str) -> None:
+    """From inside of the block, and from another thread; then it works."""
+    model, block, reference = acting()
+    before = snapshot(model)
+    offloaded = dlo.offload(model, device=PoisonBackend(0))
+
+    def disable() -> None:
+        with pytest.raises(dlo.RestoreError, match="busy"):
+            offloaded.disable(to=to)
+
+    def from_another_thread() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(disable).result(10)
+
+    for act in (disable, from_another_thread):
+        block.act = act
+        assert torch.equal(model(inputs()), reference(inputs()))
+    block.act = None
+    check_three(model, reference)
+    offloaded.disable()
+    assert_restored(model, before)
+
+
+def test_shutdown_while_a_block_computes_ends_the_forward_with_an_error() -> None:
+    """What the block computes is right still; the next block says what happened."""
+    model, block, _ = acting()
+    backend = PoisonBackend(0)
+    with nothing_left(backend):
+        offloaded = dlo.offload(model, device=backend)
+        block.act = offloaded.shutdown
+        with pytest.raises(dlo.UseError, match="shut down"):
+            model(inputs())
+        block.act = None
+        with pytest.raises(dlo.UseError, match="shut down"):
+            model(inputs())
+        offloaded.disable(to="meta")
+        assert all(p.is_meta for p in model.parameters())
+        del offloaded
 
 
 @pytest.mark.parametrize("size", [1, 2])
