@@ -198,7 +198,9 @@ class Streamer:
                 self.bindings[block].unbind()
         finally:
             self.tape.after(slot)
-            self._transfer.release(slot, self.first_block + block)
+            # Shut down from inside of the block: nothing is left to be ordered.
+            if self._closed is None:
+                self._transfer.release(slot, self.first_block + block)
 
     def _guard(self, do: Callable[..., Any], *args: Any, block: int = -1, fill: int = -1) -> Any:
         """Call ``do``; what goes wrong with a transfer closes the offload."""
