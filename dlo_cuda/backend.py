@@ -35,7 +35,8 @@ def make_backend(device: str) -> AcceleratorBackend:
     if (index and number is None) or (number is not None and number >= count):
         raise BackendError(f"device {device!r}: there are {count} CUDA devices, 0 to {count - 1}")
     if number is None:
-        number = torch.cuda.current_device()
+        # Asking for the current device would start CUDA, which a look at the backends must not.
+        number = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     return AcceleratorBackend(
         torch.cuda,
         torch.device("cuda", number),

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parent.parent
-FAULTY = ROOT / "tests" / "faulty_backends.py"
+FAULTY = [ROOT / "tests" / name for name in ("faulty_parts.py", "faulty_backends.py")]
 
-# The class of faulty_backends.py, and the test that must fail.
+# The class of one of these files, and the test that must fail.
 FAULTS = {
     "TestRoundingAllocator": "test_a_buffer_has_the_exact_size",
     "TestSlicingAllocator": "test_a_buffer_has_the_exact_size",
@@ -56,6 +56,15 @@ FAULTS = {
 }
 
 
+def classes() -> dict[str, Path]:
+    """Return the file of each faulty class."""
+    return {
+        name: path
+        for path in FAULTY
+        for name in re.findall(r"^class (Test\w+)", path.read_text(), re.MULTILINE)
+    }
+
+
 def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run pytest as a process of its own, from a folder that holds no package."""
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
@@ -70,7 +79,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
     """Run the tests of the table once; return class and test of those that failed."""
     folder = tmp_path_factory.mktemp("faults")
     report = folder / "report.xml"
-    tests = [f"{FAULTY}::{name}::{test}" for name, test in FAULTS.items()]
+    tests = [f"{classes()[name]}::{name}::{test}" for name, test in FAULTS.items()]
     done = run_pytest(folder, f"--junitxml={report}", "--tb=line", *tests)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     found = set()
@@ -88,7 +97,7 @@ def test_a_planted_fault_fails_its_test(failed: set[tuple[str, str]], name: str)
 
 
 def test_every_planted_fault_is_in_the_table() -> None:
-    assert set(re.findall(r"^class (Test\w+)", FAULTY.read_text(), re.MULTILINE)) == set(FAULTS)
+    assert classes().keys() == FAULTS.keys()
 
 
 # --- absent and broken ----------------------------------------------------------------------------
@@ -127,6 +136,6 @@ def test_a_broken_plug_in_fails(
 
 
 def test_require_ends_the_run_when_the_device_is_not_there(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, "--require", "cpu", "--require", "xyz:1", str(FAULTY))
+    done = run_pytest(tmp_path, "--require", "cpu", "--require", "xyz:1", str(FAULTY[0]))
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--require xyz:1: no backend for device 'xyz:1'" in done.stderr
