@@ -384,7 +384,7 @@ def test_bad_input_on_one_rank_is_refused_on_all(size: int, tmp_path: Path) -> N
 
     def job(rank: int) -> list[str]:
         problems = []
-        for number, (name, bad) in enumerate(BAD.items()):
+        for number, (name, bad) in enumerate([*BAD.items()][:: size - 1]):
             if name == "no group":
                 continue  # without its group a rank can tell nobody
             # A callback is called by a rank that has something to read: in a toy, not by the last.
