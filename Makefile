@@ -29,7 +29,8 @@ demo: $(VENV)/.dlo
 	$(BIN)/dlo demo $(DEMO_ARGS)
 
 test: $(VENV)/.tox
-	$(BIN)/tox run -e lint,types,$(PY_ENV),core-only,docs
+	$(BIN)/tox run-parallel --parallel 2 --parallel-live --parallel-no-spinner \
+		-e lint,types,$(PY_ENV),core-only,docs
 
 test-all: test
 	$(BIN)/tox run -e $(PY_ENV) -- -m slow

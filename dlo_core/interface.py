@@ -152,7 +152,10 @@ class Collective(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the process group back without entering a collective. Idempotent."""
+        """Give the process group back without entering a collective. Idempotent.
+
+        Gathers that are under way are given up: afterwards the device touches none of their memory.
+        """
 
 
 class Check(ABC):

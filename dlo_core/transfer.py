@@ -167,9 +167,7 @@ class Transfer(ABC):
         self._backend.current_stream().record_event(event)
 
     def close(self) -> None:
-        """Forget what travels; copies under way are waited for, gathers are not."""
-        if self._blocks and self._pool.failure is None:
-            self._copy_stream.synchronize()
+        """Forget what travels, without waiting for anything that waits for another rank."""
         self._blocks = ()
 
     def settle(self) -> None:
@@ -199,6 +197,12 @@ class LocalTransfer(Transfer):
             self._copy_stream.wait_event(slot.drained)
             self._copy(block, slot.buffer)
             self._copy_stream.record_event(slot.filled)
+
+    def close(self) -> None:
+        """Wait for copies under way, which wait for nobody else, and forget what travels."""
+        if self._blocks and self._pool.failure is None:
+            self.settle()
+        super().close()
 
 
 class GatheringTransfer(Transfer):

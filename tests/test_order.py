@@ -312,6 +312,7 @@ def test_every_wait_and_record_that_orders_data_has_its_case() -> None:
 SEVERAL_COMPUTE_STREAMS = "Transfer.acquire: stream.wait_event(slot.drained)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", NEEDED)
 def test_bits_are_wrong_without(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mode, eager, calls = NEEDED[call]
