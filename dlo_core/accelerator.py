@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dlo_core.collective import all_gather_bytes, living, release_group
+from dlo_core.collective import abort_group, all_gather_bytes, living
 from dlo_core.errors import BackendError, HostMemoryError
 from dlo_core.interface import Backend, Capabilities, Check, Collective, MemoryInfo, PinnedAllocator
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
@@ -82,8 +83,9 @@ class _DeviceCheck(Check):
 class _DeviceCollective(Collective):
     """All-gather through torch.distributed; the current stream is the one that orders it."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, synchronize: Callable[[], None]) -> None:
         self._group: ProcessGroup | None = group
+        self._synchronize = synchronize
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -92,9 +94,11 @@ class _DeviceCollective(Collective):
         all_gather_bytes(out, shard, group=living(self._group))
 
     def close(self) -> None:
-        """Give the group back."""
+        """Give up gathers under way, and the group with them; then nothing touches their memory."""
         group, self._group = self._group, None
-        release_group(group)
+        if group is not None:
+            abort_group(group)
+            self._synchronize()
 
 
 class AcceleratorBackend(Backend):
@@ -161,7 +165,7 @@ class AcceleratorBackend(Backend):
 
     def collective(self, group: ProcessGroup) -> Collective:
         """Return the all-gather over the vendor's comm library."""
-        return _DeviceCollective(group)
+        return _DeviceCollective(group, self.synchronize)
 
     def memory(self) -> MemoryInfo:
         """Return what torch's allocator and the device say."""

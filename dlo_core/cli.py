@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dlo_core._version import __version__
+from dlo_core.interface import Backend, MemoryInfo
 from dlo_core.registry import BackendStatus, installed
 
 __all__ = ["app", "main"]
@@ -68,8 +69,9 @@ def _backends_table(statuses: tuple[BackendStatus, ...]) -> Table:
     for status in statuses:
         memory = comm = "-"
         if status.backend is not None:
-            now = status.backend.memory()
-            memory = f"{now.free / _GB:.1f} / {now.total / _GB:.1f} GB"
+            now = _memory_of(status.backend)
+            if now is not None:
+                memory = f"{now.free / _GB:.1f} / {now.total / _GB:.1f} GB"
             comm = status.backend.comm_library
         usable = "yes" if status.reason is None else "no"
         table.add_row(status.name, usable, status.distribution, memory, comm, status.reason or "-")
@@ -95,12 +97,21 @@ def _backend_info(status: BackendStatus) -> dict[str, Any]:
         "reason": status.reason,
     }
     if status.backend is not None:
-        now = status.backend.memory()
+        now = _memory_of(status.backend)
         facts["device"] = str(status.backend.device)
         facts["comm_library"] = status.backend.comm_library
         facts["pinned_memory"] = status.backend.capabilities.pinned_memory
-        facts["memory"] = {"free_nbytes": now.free, "total_nbytes": now.total}
+        if now is not None:
+            facts["memory"] = {"free_nbytes": now.free, "total_nbytes": now.total}
     return facts
+
+
+def _memory_of(backend: Backend) -> MemoryInfo | None:
+    """Return the device's memory, or None: a table of backends must not fail by one of them."""
+    try:
+        return backend.memory()
+    except Exception:
+        return None
 
 
 @app.command()

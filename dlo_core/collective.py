@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["LoneCollective", "all_gather_bytes", "living", "release_group"]
+__all__ = ["LoneCollective", "abort_group", "all_gather_bytes", "living", "release_group"]
 
 # torch 2.13 deprecates all_gather_into_tensor for all_gather_single.
 all_gather_bytes: Callable[..., object] = getattr(
@@ -56,6 +56,16 @@ def release_group(group: ProcessGroup | None) -> None:
     """Destroy a group of ours; do nothing when torch.distributed took it down before."""
     if group is not None and _is_known(group):
         dist.destroy_process_group(group)
+
+
+def abort_group(group: ProcessGroup | None) -> None:
+    """Give up what a group of ours still does, then forget it; never waits for a peer.
+
+    Destroying a group of an accelerator's comm library waits for the other ranks to do so, too.
+    """
+    if group is not None and _is_known(group):
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+        abort(group)
 
 
 def _is_known(group: ProcessGroup) -> bool:

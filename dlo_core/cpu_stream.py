@@ -33,6 +33,10 @@ _SLICE_S = 0.1
 _EXIT_S = 2.0
 
 
+class StreamError(RuntimeError):
+    """Raised to whoever waits for work that failed in a stream; the cause is what happened."""
+
+
 class _Ticket:
     """One recording of an event: reached or not, when, and with what error."""
 
@@ -61,7 +65,8 @@ class _Ticket:
                     "or the interpreter is exiting); offload again in this process"
                 )
         if self.error is not None:
-            raise self.error
+            # A new one each time: a stored exception would keep the frames of all who waited.
+            raise StreamError(f"{type(self.error).__name__}: {self.error}") from self.error
 
 
 class CpuEvent:
@@ -236,7 +241,8 @@ class _Worker:
                 work()
         # Whatever happens in a worker must reach the host that waits.
         except BaseException as error:
-            self._error = error
+            # Its frames hold what the work held.
+            self._error = error.with_traceback(None)
         if self._error is not None:
             for ticket in self._owed:
                 if not ticket.reached:

@@ -283,6 +283,8 @@ class Engine:
         for streamer in self.streamers:
             streamer.check_usable()
             streamer.tape.walk(partial(self._fetch_block, streamer, values))
+        # The prefetches at the end of the walk: every rank has queued them, too.
+        self.transfer.settle()
         return values
 
     def _fetch_block(
@@ -311,9 +313,10 @@ class Engine:
         for plan in self.plans:
             if plan.checkpoint is not None:
                 plan.checkpoint.close()
+        # The collective first: gathers that wait for a peer are given up, so nobody waits for it.
+        self.collective.close()
         self.transfer.close()
         self.pool.release()
-        self.collective.close()
         self.store.release()
         self.blocks = []
 

@@ -57,6 +57,7 @@ def load_shards(
                 end = torch.frombuffer(bytearray(trailer(digest, number, rank)), dtype=torch.uint8)
                 shard[cut.nbytes - TRAILER_NBYTES :] = end
             number += 1
+    report.finish()
 
 
 def _load_piece(

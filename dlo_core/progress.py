@@ -52,6 +52,12 @@ class Report:
             self._listener(LoadProgress(self._done, self._total, seconds))
 
 
+    def finish(self) -> None:
+        """Tell the listener once, if there was nothing to read, so that it can cancel here, too."""
+        if not self._done:
+            self.add(0)
+
+
 @contextmanager
 def reporting(
     progress: bool | Callable[[LoadProgress], None], total_nbytes: int

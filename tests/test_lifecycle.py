@@ -436,9 +436,6 @@ def test_after_shutdown_everything_says_so(size: int, tmp_path: Path) -> None:
     assert all(everywhere(job, size))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Transfer.close() waits for the copy stream, which waits for the gathers"
-)
 @pytest.mark.parametrize("stages", [2, 0])
 @pytest.mark.parametrize("depth", [2, 3])
 def test_shutdown_waits_for_no_peer(depth: int, stages: int) -> None:
