@@ -51,7 +51,6 @@ class Report:
             seconds = time.perf_counter() - self._start_s
             self._listener(LoadProgress(self._done, self._total, seconds))
 
-
     def finish(self) -> None:
         """Tell the listener once, if there was nothing to read, so that it can cancel here, too."""
         if not self._done:

@@ -1,4 +1,8 @@
-"""Damaged checkpoints: each is refused with its path, the key where there is one, and a hint."""
+"""Damaged checkpoints: each is refused with its path, the key where there is one, and a hint.
+
+B30, https://github.com/sgl-project/sglang/pull/32279: an index whose files are not all there.
+B31, https://github.com/Comfy-Org/ComfyUI/issues/15602: truncated files, pointers, foreign formats.
+"""
 
 from __future__ import annotations
 
