@@ -30,7 +30,7 @@ demo: $(VENV)/.dlo
 
 test: $(VENV)/.tox
 	$(BIN)/tox run-parallel --parallel 2 --parallel-live --parallel-no-spinner \
-		-e lint,types,$(PY_ENV),core-only,docs
+		-e $(PY_ENV),core-only,types,lint,docs
 
 test-all: test
 	$(BIN)/tox run -e $(PY_ENV) -- -m slow

@@ -119,6 +119,7 @@ class TestLateSim(CopyConformance, LateSuite):
     pass
 
 
+@pytest.mark.slow
 class TestEagerSim(LateSuite):
     mode = "eager"
     known_limits: ClassVar = {
@@ -129,6 +130,7 @@ class TestEagerSim(LateSuite):
     }
 
 
+@pytest.mark.slow
 class TestRandomSim(LateSuite):
     mode = "random"
     known_limits: ClassVar = {
@@ -177,10 +179,12 @@ class TestLateSimCollective(SimCollectiveConformance):
     mode = "late"
 
 
+@pytest.mark.slow
 class TestEagerSimCollective(SimCollectiveConformance):
     mode = "eager"
 
 
+@pytest.mark.slow
 class TestRandomSimCollective(SimCollectiveConformance):
     mode = "random"
 
