@@ -106,3 +106,9 @@ def on_meta(model: torch.nn.Module) -> torch.nn.Module:
 def test_the_snippets_run_on_two_ranks(page: Path, tmp_path: Path) -> None:
     counts = run_ranks(run_snippets, 2, str(page), str(tmp_path))
     assert min(counts) >= 2
+
+
+def test_the_snippet_of_the_testing_kit_runs() -> None:
+    page = ROOT / "docs" / "correctness.md"
+    (code,) = CODE.findall(page.read_text())
+    exec(compile(code, str(page), "exec"), {"MyTransformer": lambda: make_toy(4), "x": inputs()})
