@@ -30,7 +30,7 @@ class _TorchBuffer:
 
     def __init__(self, nbytes: int) -> None:
         try:
-            made = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            made = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             raise HostMemoryError(
                 f"cannot page-lock {nbytes:,} bytes of host memory ({error}); use "
@@ -67,7 +67,7 @@ class _DeviceCheck(Check):
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):
             self._flag = torch.zeros((), dtype=torch.bool, device=device)
-            self._seen = torch.zeros((), dtype=torch.bool, pin_memory=True)
+            self._seen = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=True)
 
     def compare(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Queue the comparison and the copy of the flag."""

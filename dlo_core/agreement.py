@@ -184,9 +184,9 @@ class GroupAgreement(Agreement):
         step = self._arrive()
         try:
             payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-            sizes = self._gather(torch.tensor([payload.numel()]), deadline, meanwhile)
+            sizes = self._gather(torch.tensor([payload.numel()], device="cpu"), deadline, meanwhile)
             longest = int(max(size.item() for size in sizes))
-            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
             padded[: payload.numel()] = payload
             parts = self._gather(padded, deadline, meanwhile)
         except (RuntimeError, ValueError) as error:

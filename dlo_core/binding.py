@@ -117,6 +117,16 @@ def _flatten(values: Any) -> Any:
             yield value
 
 
+def buffer_state(buffer: torch.Tensor) -> tuple[int, int]:
+    """Return how often the buffer was written from Python, and how many tensors share its memory.
+
+    The second is 0 where torch does not tell.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    uses = 0 if count is None else count(buffer.untyped_storage()._cdata)
+    return buffer._version, uses
+
+
 class BlockBinding:
     """The entries of one block, their placeholders, and cached tensors over each slot."""
 
@@ -144,10 +154,9 @@ class BlockBinding:
             for entry in item.entries
         ]
         self._entries = self._places
-        self._buffers = [n for n, item in enumerate(self._owned) if not item.is_parameter]
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._bound: tuple[torch.Tensor, ...] = ()
-        self._versions: list[int] = []
+        self._before = (0, 0)
         self._shape: list[tuple[dict[str, Any], int, dict[str, Any], int, dict[str, Any], Any]] = []
         self.note_structure()
 
@@ -202,16 +211,24 @@ class BlockBinding:
         if torch.is_grad_enabled():
             self._check_grad()
         self._bound = views
+        for number, view in enumerate(views):
+            # Some operators choose their kernel by this flag, in every grad mode.
+            if view.requires_grad != self.placeholders[number].requires_grad:
+                view.requires_grad_(not view.requires_grad)
         for table, key, number in self._entries:
             table[key] = views[number]
-        if self._buffers:
-            self._versions = [views[number]._version for number in self._buffers]
+        self._before = buffer_state(slot.buffer)
 
-    def unbind(self) -> None:
+    def unbind(self, slot: Slot, *, raised: bool = False) -> None:
         """Put the placeholders back.
 
+        Args:
+            slot: The one that was bound.
+            raised: Whether the block raised; then what its frames still hold says nothing.
+
         Raises:
-            UseError: The forward replaced a tensor or wrote into one; the others are unbound.
+            UseError: The forward replaced a tensor, wrote into one, or kept one; all of ours are
+                unbound.
         """
         views, self._bound = self._bound, ()
         replaced = None
@@ -220,16 +237,25 @@ class BlockBinding:
                 table[key] = self.placeholders[number]
             else:
                 replaced = number
+        if raised:
+            return
         if replaced is not None:
             self._raise_replaced(replaced)
-        for number, version in zip(self._buffers, self._versions, strict=False):
-            if views[number]._version != version:
-                name = self._owned[number].name
-                raise UseError(
-                    f"buffer {name!r} was written during its block's forward, but it streams "
-                    "(above "
-                    f"1 MiB) and the write would be lost; pass resident=({name!r},)"
-                )
+        (version, uses), (version_now, uses_now) = self._before, buffer_state(slot.buffer)
+        name = self._layout.name
+        if version_now != version:
+            raise UseError(
+                f"a parameter or large buffer of block {name!r} was written during its forward, "
+                "but it streams and the write would be lost; keep what is written on the device, "
+                f"with resident=({self._owned[0].name!r},) for example"
+            )
+        if uses_now > uses:
+            raise UseError(
+                f"a weight of block {name!r}, or a view of one, outlives the block's forward "
+                "(returned, cached as an attribute, or kept by a hook); its memory is about to "
+                "hold another block: clone() what is kept, or keep the weight on the device, with "
+                f"resident=({self._owned[0].name!r},) for example"
+            )
 
     def _make_views(self, slot: Slot) -> tuple[torch.Tensor, ...]:
         made: list[torch.Tensor] = []
@@ -238,7 +264,7 @@ class BlockBinding:
             for item, spec in zip(self._owned, self._layout.tensors, strict=True):
                 view = spec.view(slot.buffer)
                 if item.is_parameter:
-                    view = nn.Parameter(view, requires_grad=False)
+                    view = nn.Parameter(view, requires_grad=item.tensor.requires_grad)
                 made.append(view)
         return tuple(made)
 

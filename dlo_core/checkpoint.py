@@ -76,7 +76,8 @@ class Checkpoint:
                 f"checkpoint= wants the path of a safetensors file, folder or index; got a "
                 f"{type(path).__name__}"
             )
-        where = Path(path)
+        # A later chdir must not matter.
+        where = Path(path).absolute()
         return cls(where, find_files(where))
 
     @property

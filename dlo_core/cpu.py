@@ -69,7 +69,7 @@ class PageableBuffer:
         """
         self.nbytes = nbytes
         if not nbytes:
-            self._tensor: torch.Tensor | None = torch.empty(0, dtype=torch.uint8)
+            self._tensor: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device="cpu")
             return
         try:
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -195,7 +195,7 @@ class CpuBackend(Backend):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return counted bytes that are separate from any host buffer."""
         with torch.inference_mode(False):
-            made = torch.empty(nbytes, dtype=torch.uint8)
+            made = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         _ledger.add(nbytes)
         weakref.finalize(made.untyped_storage(), _ledger.add, -nbytes)
         return made

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from dlo_core.errors import ConfigError
 
@@ -240,10 +241,16 @@ def _by_rule(model: nn.Module) -> list[FoundBlock]:
     return list(found.values())
 
 
+def _kind(module: nn.Module) -> type:
+    """Return the class of a module; a parametrized one has a class of its own made from it."""
+    kind = type(module)
+    return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
+
+
 def _why_not(children: Sequence[nn.Module], share: float) -> str | None:
     if len(children) < 2:
         return "fewer than two children"
-    if len({type(child) for child in children}) > 1:
+    if len({_kind(child) for child in children}) > 1:
         return "children of several classes"
     if not _is_called(children[0]):
         return "its children have no forward, they are containers themselves"

@@ -268,7 +268,7 @@ class Engine:
         values: dict[int, list[torch.Tensor]] = {}
         for plan in self.plans:
             for layout in plan.layouts:
-                run = torch.empty(layout.nbytes, dtype=torch.uint8)
+                run = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
                 for spec in layout.tensors:
                     source = plan.sources[spec.name]
                     assert isinstance(source, StoredTensor)
@@ -294,7 +294,7 @@ class Engine:
             return
         block = number - streamer.first_block
         streamer.wait_for(slot, block)
-        run = torch.empty(self.layouts[number].nbytes, dtype=torch.uint8)
+        run = torch.empty(self.layouts[number].nbytes, dtype=torch.uint8, device="cpu")
         self._backend.copy(run, slot.buffer[: run.nbytes])
         self._backend.current_stream().synchronize()
         # The comparison of the trailers is done by now.

@@ -215,10 +215,15 @@ def check_plain(name: str, tensor: torch.Tensor, device_type: str) -> None:
         problem = f"has layout {tensor.layout}"
     elif tensor.is_quantized:
         problem = f"is quantised ({tensor.dtype})"
+    elif tensor.is_inference() and not tensor.is_meta:
+        problem = "was made under torch.inference_mode() (load the model outside of it)"
     elif tensor.is_conj() or tensor.is_neg():
         problem = "is a lazy conjugate or negative view"
     if problem:
-        raise ConfigError(f"{name!r} {problem}; only plain strided tensors can be offloaded")
+        raise ConfigError(
+            f"{name!r} {problem}; only plain strided tensors that were made outside of inference "
+            "mode can be offloaded"
+        )
     check_host(name, tensor.device, device_type)
 
 

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
     from dlo_core.config import OffloadConfig
 
-__all__ = ["Footprint", "ModelPlan", "plan_model", "predict"]
+__all__ = ["Footprint", "ModelPlan", "plan_model", "predict", "sample_values"]
+
+
+_SAMPLE = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,6 +187,23 @@ def _spec(item: Owned, sources: dict[str, Source]) -> TensorSpec:
     return TensorSpec(
         item.name, sources[item.name].dtype, tuple(tensor.shape), tuple(tensor.stride())
     )
+
+
+def sample_values(plan: ModelPlan) -> bytes:
+    """Return a sha256 over the first, middle and last bytes of every streamed tensor of the module.
+
+    In gather mode each rank gives a part of every block; ranks whose values differ, after a random
+    start without a seed for example, would compute with a mixture.
+    """
+    digest = hashlib.sha256()
+    for layout in plan.layouts:
+        for spec in layout.tensors:
+            whole = spec.nbytes
+            for start in sorted({0, max(0, whole // 2 - _SAMPLE), max(0, whole - _SAMPLE)}):
+                part = torch.empty(min(_SAMPLE, whole - start), dtype=torch.uint8, device="cpu")
+                plan.sources[spec.name].read(spec, start, start + part.numel(), part)
+                digest.update(part.numpy().tobytes())
+    return digest.digest()
 
 
 def predict(plans: Sequence[ModelPlan], config: OffloadConfig) -> Footprint:

@@ -27,6 +27,8 @@ def move_bytes(dst: torch.Tensor, src: torch.Tensor) -> None:
     ``memmove`` through ctypes lets the interpreter go, uses no torch thread pool (which hangs in
     a forked child) and bumps no version counter.
     """
+    if dst.device.type != "cpu" or src.device.type != "cpu":
+        raise ValueError(f"move_bytes() wants host tensors; got {dst.device} and {src.device}")
     if dst.nbytes != src.nbytes or not (dst.is_contiguous() and src.is_contiguous()):
         raise ValueError(
             f"move_bytes() wants contiguous tensors of one size; got {_form(dst)} and {_form(src)}"

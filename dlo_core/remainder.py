@@ -45,7 +45,7 @@ class Remainder:
         self._items = tuple(items)
         self.nbytes = layout.nbytes
         with torch.inference_mode(False), torch.no_grad():
-            host = torch.zeros(layout.nbytes, dtype=torch.uint8)
+            host = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu")
             for spec in layout.tensors:
                 out = host[spec.offset : spec.offset + spec.nbytes]
                 sources[spec.name].read(spec, 0, spec.nbytes, out)
@@ -136,6 +136,6 @@ class _Resident:
 
     def on_host(self) -> torch.Tensor:
         now = self.tensor
-        host = torch.empty_strided(now.shape, now.stride(), dtype=now.dtype)
+        host = torch.empty_strided(now.shape, now.stride(), dtype=now.dtype, device="cpu")
         host.copy_(now)
         return host

@@ -22,7 +22,7 @@ def let_go(item: Owned) -> None:
     """Free the memory of the original tensors, which stay as objects."""
     for entry in item.entries:
         if not entry.original.is_meta:
-            entry.original.data = torch.empty(0, dtype=entry.original.dtype)
+            entry.original.data = torch.empty(0, dtype=entry.original.dtype, device="cpu")
 
 
 def give_back(
@@ -75,12 +75,12 @@ def give_back_meta(item: Owned, spec: TensorSpec, *, ours: Callable[[object], bo
 
 def empty_host_run(nbytes: int) -> torch.Tensor:
     """Return host memory for one block."""
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def tensor_from(spec: TensorSpec, run: torch.Tensor) -> torch.Tensor:
     """Return the tensor of ``spec`` out of a host ``run``, in memory of its own."""
-    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
     part = run[spec.offset : spec.offset + spec.nbytes]
     move_bytes(bytes_of(made, spec.nbytes), part)
     return made

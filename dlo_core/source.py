@@ -72,10 +72,10 @@ class StoredTensor:
             return
         with torch.inference_mode(False), torch.no_grad():
             stored = self.checkpoint.tensors[self.key]
-            whole = torch.empty(stored.nbytes, dtype=torch.uint8)
+            whole = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
             self.checkpoint.read(self.key, 0, stored.nbytes, _memory(whole))
             dense = whole.view(spec.dtype).view(spec.shape)
-            laid = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+            laid = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
             laid.copy_(dense)
             move_bytes(out, bytes_of(laid, spec.nbytes)[start:stop])
 

@@ -16,7 +16,7 @@ from dlo_core.collective import LoneCollective, release_group
 from dlo_core.engine import Engine
 from dlo_core.errors import ConfigError
 from dlo_core.hooks import offload_of
-from dlo_core.plan import Footprint, ModelPlan, plan_model, predict
+from dlo_core.plan import Footprint, ModelPlan, plan_model, predict, sample_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -193,6 +193,8 @@ def _facts_of(number: int, plan: ModelPlan) -> dict[str, str]:
         key = f"layout of block {layout.name!r} of model {number}"
         facts[key] = f"{layout.nbytes} bytes, {layout.digest().hex()[:12]}"
     facts[f"all layouts of model {number}"] = plan.digest().hex()[:12]
+    if plan.checkpoint is None:
+        facts[f"values of model {number} (a sample)"] = sample_values(plan).hex()[:12]
     return facts
 
 

@@ -87,9 +87,12 @@ class Streamer:
         try:
             slot = self._before(block, args, kwargs)
             try:
-                return inner(*args, **kwargs)
-            finally:
-                self._after(block, slot)
+                out = inner(*args, **kwargs)
+            except BaseException:
+                self._after(block, slot, raised=True)
+                raise
+            self._after(block, slot)
+            return out
         finally:
             self._pool.lock.release()
 
@@ -125,7 +128,7 @@ class Streamer:
             raise UseError(f"the model cannot be used: {self._closed}")
         if self._pool.failure is not None:
             raise UseError(
-                f"the offload failed earlier and is closed ({self._pool.failure}); call "
+                f"the offload failed earlier and is closed ({self._pool.failure!r}); call "
                 "shutdown() and "
                 "offload again"
             ) from self._pool.failure
@@ -191,11 +194,11 @@ class Streamer:
         self._waited[number] = None
         return slot
 
-    def _after(self, block: int, slot: Slot) -> None:
+    def _after(self, block: int, slot: Slot, *, raised: bool = False) -> None:
         self._depth[block] -= 1
         try:
             if not self._depth[block]:
-                self.bindings[block].unbind()
+                self.bindings[block].unbind(slot, raised=raised)
         finally:
             self.tape.after(slot)
             # Shut down from inside of the block: nothing is left to be ordered.

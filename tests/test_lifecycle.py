@@ -763,7 +763,7 @@ def test_a_write_into_a_streamed_buffer_is_an_error_and_into_a_small_one_is_kept
     block: Any = model.blocks[0]
     reference = twin(model)
     offloaded = dlo.offload(model, device=PoisonBackend(0))
-    with pytest.raises(dlo.UseError, match=r"'blocks\.0\.cache' was written.*resident="):
+    with pytest.raises(dlo.UseError, match=r"block 'blocks\.0' was written.*resident="):
         model(inputs())
     block.write = False
     attrgetter("blocks.0")(reference).write = False

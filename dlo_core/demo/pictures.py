@@ -160,7 +160,7 @@ def new_figure(width: float, height: float) -> Any:
     """Return a figure of so many inches that draws without a display."""
     try:
         figure = importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise PicturesUnavailable(
             f"the pictures need matplotlib; install it with: {install_command('plot')}"
         ) from error
