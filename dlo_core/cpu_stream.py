@@ -235,10 +235,11 @@ class _Worker:
 
     def _run(self, batch: list[Callable[[], object]]) -> None:
         try:
-            for work in batch:
-                if self._error is not None:
-                    break
-                work()
+            batch.reverse()
+            # Popped, so that what a piece of work held is let go before a later one reaches its
+            # event.
+            while batch and self._error is None:
+                batch.pop()()
         # Whatever happens in a worker must reach the host that waits.
         except BaseException as error:
             # Its frames hold what the work held.
