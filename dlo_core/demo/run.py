@@ -136,7 +136,8 @@ def write_pictures(
             digits,
         )
         write_timeline(runs[0].spans, timeline)
-    except PicturesUnavailable as error:
+    except (PicturesUnavailable, OSError) as error:
+        # The proof does not depend on pictures.
         console.print(f"no pictures: {error}", markup=False, style="yellow")
         return ()
     return (str(digits), str(timeline))
