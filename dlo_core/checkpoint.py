@@ -76,8 +76,7 @@ class Checkpoint:
                 f"checkpoint= wants the path of a safetensors file, folder or index; got a "
                 f"{type(path).__name__}"
             )
-        # A later chdir must not matter.
-        where = Path(path).absolute()
+        where = Path(path)
         return cls(where, find_files(where))
 
     @property

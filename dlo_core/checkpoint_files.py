@@ -49,6 +49,8 @@ def find_files(path: Path) -> list[SafetensorsFile]:
         if _HUB_ID.fullmatch(str(path)):
             hint = "; a Hugging Face name must be downloaded first (huggingface_hub)"
         raise CheckpointError(f"there is no checkpoint at {str(path)!r} ({error}){hint}") from error
+    # A later chdir must not matter.
+    path = path.absolute()
     if stat.S_ISDIR(mode):
         return _in_folder(path)
     if path.suffix == ".json":
