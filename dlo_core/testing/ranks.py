@@ -191,6 +191,8 @@ def _child(
             world_size=size,
             timeout=timedelta(seconds=timeout_s),
         )
+        # A rank that is done at once would close connections that a peer is still making.
+        dist.barrier()
         pipe.send((True, fn(rank, *args)))
     # The parent must hear of everything.
     except BaseException:
