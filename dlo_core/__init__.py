@@ -36,6 +36,8 @@ from dlo_core.registry import hookimpl
 from dlo_core.stats import BlockState, BlockStats, Stats
 from dlo_core.topology import Topology
 from dlo_core.topology_report import TopologyReport
+from dlo_core.wave_request import WaveRequest
+from dlo_core.waves import WaveReport, WaveResult, WaveRunner
 
 __all__ = [
     "AgreementError",
@@ -60,6 +62,10 @@ __all__ = [
     "Topology",
     "TopologyReport",
     "UseError",
+    "WaveReport",
+    "WaveRequest",
+    "WaveResult",
+    "WaveRunner",
     "__version__",
     "hookimpl",
     "offload",

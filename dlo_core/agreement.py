@@ -11,6 +11,7 @@ import pickle
 import time
 import weakref
 from abc import ABC, abstractmethod
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -69,9 +70,27 @@ class Agreement(ABC):
     def announce(self, topic: str, number: int) -> None:
         """Tell all ranks a growing ``number``, without waiting."""
 
-    @abstractmethod
     def announced(self, topic: str) -> int:
         """Return the largest number that any rank announced; 0 when none did."""
+        return max(self.heard(topic))
+
+    @abstractmethod
+    def heard(self, topic: str) -> list[int]:
+        """Return what every rank announced last, in rank order; 0 where it did not."""
+
+    def collect(self, value: T, to: int, what: str) -> list[T]:
+        """Return every rank's ``value`` on rank ``to``, and nothing on the others.
+
+        Args:
+            value: Picklable, of any size.
+            to: The rank that gets them.
+            what: Names it in the error.
+
+        Raises:
+            AgreementError: A rank did not come within the timeout.
+        """
+        values = self.exchange(value, what)
+        return values if self.rank == to else []
 
     @abstractmethod
     def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
@@ -121,9 +140,9 @@ class LoneAgreement(Agreement):
     def announce(self, topic: str, number: int) -> None:
         """Tell nobody."""
 
-    def announced(self, topic: str) -> int:
-        """Return 0: there is nobody else."""
-        return 0
+    def heard(self, topic: str) -> list[int]:
+        """Return 0: nothing is told to nobody."""
+        return [0]
 
     def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
         """Refuse: one rank needs no group.
@@ -214,10 +233,44 @@ class GroupAgreement(Agreement):
         """Tell all ranks through the store."""
         self._store.set(f"dlo/{self._name}/{topic}/{self.rank}", str(number))
 
-    def announced(self, topic: str) -> int:
-        """Return the largest number in the store."""
+    def heard(self, topic: str) -> list[int]:
+        """Return every rank's number in the store."""
         keys = [f"dlo/{self._name}/{topic}/{rank}" for rank in range(self.size)]
-        return max((int(self._store.get(k)) for k in keys if self._store.check([k])), default=0)
+        return [int(self._store.get(key)) if self._store.check([key]) else 0 for key in keys]
+
+    def collect(self, value: T, to: int, what: str) -> list[T]:
+        """Return every rank's ``value`` on rank ``to``; each travels once."""
+        payload = pickle.dumps(value) if self.rank != to else b""
+        sizes = self.exchange(len(payload), what)
+        deadline = time.monotonic() + self._timeout_s
+        if self.rank != to:
+            if payload:
+                self._send(payload, to, deadline, what)
+            return []
+        return [
+            value if rank == to else self._receive(size, rank, deadline, what)
+            for rank, size in enumerate(sizes)
+        ]
+
+    def _send(self, payload: bytes, to: int, deadline: float, what: str) -> None:
+        with torch.inference_mode(False):
+            mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            work = dist.isend(mine, group=self._group, group_dst=to)
+        self._await(work, deadline, what)
+
+    def _receive(self, size: int, rank: int, deadline: float, what: str) -> Any:
+        with torch.inference_mode(False):
+            theirs = torch.empty(size, dtype=torch.uint8, device="cpu")
+            work = dist.irecv(theirs, group=self._group, group_src=rank)
+        self._await(work, deadline, what)
+        return pickle.loads(theirs.numpy().tobytes())
+
+    def _await(self, work: Any, deadline: float, what: str) -> None:
+        """Wait for a message; gloo tells of one's end only to who waits."""
+        try:
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            raise self._nobody(what, (), error) from error
 
     def _gather(
         self, mine: torch.Tensor, deadline: float, meanwhile: Callable[[], object] | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -84,6 +85,7 @@ class Engine:
         self.transfer = self._make_transfer(config)
         self.streamers: list[Streamer] = []
         self._hooks: list[Hooks] = []
+        self._waves = itertools.count(1)
 
     def _make_pool(self, config: OffloadConfig) -> Pool:
         gathers = self.collective.size > 1
@@ -185,6 +187,10 @@ class Engine:
     def device_nbytes(self) -> int:
         """Bytes that the offload holds on the device."""
         return self.pool.nbytes + self.remainder_nbytes + self.trailers_nbytes
+
+    def next_wave(self) -> int:
+        """Return the number of a new wave, the same on every rank."""
+        return next(self._waves)
 
     def refresh(self) -> None:
         """Accept what changed in the models and place new tensors on the device."""

@@ -144,6 +144,22 @@ class LayerwiseOffload:
         return self._footprint
 
     @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The enabled models."""
+        return self._models
+
+    @property
+    def agreement(self) -> Agreement:
+        """How the ranks of the shard group agree; internal.
+
+        Raises:
+            UseError: The offload was disabled or shut down.
+        """
+        if self._agreement is None:
+            raise UseError("this offload is not enabled")
+        return self._agreement
+
+    @property
     def engine(self) -> Engine | None:
         """The running parts, or None; internal."""
         return self._engine

@@ -53,6 +53,7 @@ class Streamer:
         self.tape = tape
         self.pass_start = pass_start
         self.last_waited: tuple[int, ...] = ()
+        self.on_pass: Callable[[], object] | None = None
         self._transfer = transfer
         self._pool = pool
         self._rank = rank
@@ -98,6 +99,8 @@ class Streamer:
 
     def begin_pass(self) -> None:
         """Open a pass; the caller holds the pool's lock."""
+        if self.on_pass is not None:
+            self.on_pass()
         self._guard(self.tape.begin_pass)
         self._waited = {}
         self._transfer.mark(self.pass_start)

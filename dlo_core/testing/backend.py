@@ -211,9 +211,10 @@ class SimAgreement(Agreement):
         self._world.boards.setdefault(topic, {})[self.rank] = number
         self._world.moved()
 
-    def announced(self, topic: str) -> int:
-        """Return the largest number that any rank announced."""
-        return max(self._world.boards.get(topic, {}).values(), default=0)
+    def heard(self, topic: str) -> list[int]:
+        """Return what every rank announced last."""
+        board = self._world.boards.get(topic, {})
+        return [board.get(rank, 0) for rank in range(self.size)]
 
     def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
         """Return a new group of the same ranks."""

@@ -1,0 +1,111 @@
+"""A walk: one wave on one rank, from the first pass to the last idle one.
+
+[Note: equal passes]
+Ranks that share one sharded copy of the weights must make the same passes. A rank without a
+request, or one whose request took fewer steps, makes idle passes until the last rank is done: it
+serves its shards. It learns from the store how far the others are; who computes only tells, once a
+pass, and asks nobody. So the bits of a request do not depend on who runs beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dlo_core.errors import AgreementError
+
+if TYPE_CHECKING:
+    from dlo_core.engine import Engine
+    from dlo_core.layerwise import LayerwiseOffload
+
+__all__ = ["FreeWalk", "Walk"]
+
+_POLL_S = 0.0005
+
+
+class Walk:
+    """One wave on this rank: counts passes, tells them, and makes idle ones."""
+
+    def __init__(self, offloaded: LayerwiseOffload, engine: Engine) -> None:
+        self._offloaded = offloaded
+        self._engine = engine
+        self._agreement = offloaded.agreement
+        self._wave = f"wave {engine.next_wave()}"
+        self.passes = 0
+        self._model = -1
+        self._switches = 0
+
+    def __enter__(self) -> Walk:
+        for number, streamer in enumerate(self._engine.streamers):
+            streamer.on_pass = lambda number=number: self._tell(number)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for streamer in self._engine.streamers:
+            streamer.on_pass = None
+
+    def _tell(self, model: int) -> None:
+        """Say, before the pass begins, which it is and of which model."""
+        self.passes += 1
+        if model != self._model:
+            # Who serves must fill from the same model: see where each stretch of passes begins.
+            self._model = model
+            place = self.passes * len(self._engine.streamers) + model
+            self._agreement.announce(f"{self._wave} stretch {self._switches}", place)
+            self._switches += 1
+        self._agreement.announce(f"{self._wave} passes", self.passes)
+
+    def serve(self, timeout_s: float) -> int:
+        """Make idle passes until every rank is done; return how many."""
+        done, passes = f"{self._wave} done", f"{self._wave} passes"
+        self._agreement.announce(done, 1)
+        made, seen, quiet_since = 0, None, time.monotonic()
+        while True:
+            ended = self._agreement.heard(done)
+            counts = self._agreement.heard(passes)
+            if max(counts) > self.passes:
+                with self._offloaded.run_pass(self._model_of(self.passes + 1)):
+                    pass
+                made += 1
+            elif all(ended):
+                # Counts were read after all had ended, so they are final.
+                return made
+            if (ended, counts) != seen:
+                seen, quiet_since = (ended, counts), time.monotonic()
+            elif time.monotonic() - quiet_since > timeout_s:
+                self._give_up(ended, counts, timeout_s)
+            else:
+                time.sleep(_POLL_S)
+
+    def _model_of(self, number: int) -> Any:
+        """Return the model whose pass ``number`` the other ranks make."""
+        models = self._offloaded.models
+        found, stretch = 0, 0
+        while True:
+            place = max(self._agreement.heard(f"{self._wave} stretch {stretch}"))
+            begins, model = divmod(place, len(models))
+            if not place or begins > number:
+                return models[found]
+            found, stretch = model, stretch + 1
+
+    def _give_up(self, ended: list[int], counts: list[int], timeout_s: float) -> NoReturn:
+        late = [
+            f"rank {rank} (in pass {count})"
+            for rank, (over, count) in enumerate(zip(ended, counts, strict=True))
+            if not over
+        ]
+        raise AgreementError(
+            f"{self._wave}: no sign of {', '.join(late)} for {timeout_s:g} s while this rank "
+            f"served after {self.passes} passes; look for an error there, or raise idle_timeout_s"
+        )
+
+
+class FreeWalk(Walk):
+    """A wave in rank-local mode: nobody waits for anybody."""
+
+    def _tell(self, model: int) -> None:
+        self.passes += 1
+
+    def serve(self, timeout_s: float) -> int:
+        """Do nothing."""
+        return 0

@@ -1,0 +1,301 @@
+"""Waves: the requests that data-parallel ranks run together, one a rank."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from dlo_core.agreement import Agreement, GroupAgreement, LoneAgreement
+from dlo_core.errors import ConfigError, DloError, UseError
+from dlo_core.wave_request import CompatibilityKey, WaveRequest, check_wave, compatibility_key
+from dlo_core.wave_walk import FreeWalk, Walk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dlo_core.layerwise import LayerwiseOffload
+    from dlo_core.topology import Topology
+
+__all__ = ["WaveReport", "WaveResult", "WaveRunner"]
+
+
+@dataclass(frozen=True, slots=True)
+class WaveResult:
+    """What became of one request.
+
+    Attributes:
+        value: What the function returned on the primary rank of the replica.
+        error: Traceback of what it raised there, or on another rank of the replica; None: nothing.
+        replica: Rank in the data-parallel group that ran it.
+        seconds: It took.
+    """
+
+    value: Any
+    error: str | None
+    replica: int
+    seconds: float
+
+    def get(self) -> Any:
+        """Return the value.
+
+        Raises:
+            RuntimeError: The function raised; holds its traceback.
+        """
+        if self.error is not None:
+            raise RuntimeError(f"the request failed on replica {self.replica}:\n{self.error}")
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class WaveReport:
+    """What the last ``run`` cost this rank.
+
+    Attributes:
+        waves: How many.
+        passes: Of this rank's own requests.
+        idle_passes: Made to serve the others.
+        idle_seconds: Spent in serving and waiting for the others.
+    """
+
+    waves: int
+    passes: int
+    idle_passes: int
+    idle_seconds: float
+
+
+class WaveRunner:
+    """Gives each data-parallel rank a request at a time; every rank of the job calls ``run``."""
+
+    def __init__(
+        self,
+        offloaded: LayerwiseOffload,
+        *,
+        topology: Topology,
+        fn: Callable[[WaveRequest], Any],
+        key: CompatibilityKey = compatibility_key,
+        ragged: bool = False,
+        idle_timeout_s: float = 3600.0,
+    ) -> None:
+        """Make a control group of all ranks of the topology, which must all call this.
+
+        Args:
+            offloaded: Enabled; its weights are sharded as ``topology`` says, or rank-local.
+            topology: Says which ranks are one replica.
+            fn: Runs one request; called on every rank of a replica with the same request.
+            key: Gives what must be equal for all requests of a wave.
+            ragged: Let requests with different keys run together: ranks that are done earlier
+                serve the others.
+            idle_timeout_s: Seconds for which a rank that serves waits for a sign of the others.
+
+        Raises:
+            ConfigError: A setting cannot be honoured; on every rank.
+            AgreementError: A rank did not come.
+        """
+        self._offloaded = offloaded
+        self._fn = fn
+        self._key = key
+        self._ragged = ragged
+        self._idle_timeout_s = idle_timeout_s
+        dp, parts = topology.dp, (topology.sp, topology.tp)
+        self._replica = 0 if dp is None else dist.get_rank(dp)
+        self._replicas = 1 if dp is None else dist.get_world_size(dp)
+        self._primary = all(part is None or dist.get_rank(part) == 0 for part in parts)
+        self._agreement: Agreement | None = _all_ranks(topology, offloaded.config.load_timeout_s)
+        self.report = WaveReport(0, 0, 0, 0.0)
+        self._agreement.vote(self._problem(), "WaveRunner()")
+
+    def run(self, requests: Sequence[WaveRequest] | None) -> list[WaveResult] | None:
+        """Run ``requests``, given on one rank; every rank calls this.
+
+        The requests and results travel by pickle between the ranks of one job, which trust each
+        other.
+
+        Args:
+            requests: On exactly one rank; None on all others. Any number: replicas take one each,
+                wave after wave.
+
+        Returns:
+            One result a request, in order, on the rank that gave them; None on the others.
+
+        Raises:
+            ConfigError: No rank or several gave requests, or they cannot run together; on every
+                rank, and nothing was dispatched.
+            AgreementError: A rank did not come, or showed no sign for ``idle_timeout_s``.
+        """
+        agreement = self._running()
+        told: tuple[bytes, None] | tuple[None, BaseException] | None = None
+        if requests is not None:
+            try:
+                told = (pickle.dumps(self._validated(requests)), None)
+            # Every rank must hear of it, whatever it is.
+            except Exception as error:
+                told = (None, error if isinstance(error, DloError) else _unpicklable(error))
+        givers = agreement.exchange(None if told is None else _plain(told), "a wave of requests")
+        entries = [rank for rank, given in enumerate(givers) if given is not None]
+        if len(entries) != 1:
+            raise ConfigError(
+                f"run() needs requests on exactly one rank; got them on {entries or 'none'}: pass "
+                "None on all others"
+            )
+        payload, problem = givers[entries[0]] or (b"", None)
+        if problem is not None:
+            if told is not None and told[1] is not None:
+                raise told[1]
+            raise ConfigError(f"rank {entries[0]} gave requests that were refused: {problem}")
+        everything: list[WaveRequest] = pickle.loads(payload)
+        mine = self._run_all(everything)
+        answers = agreement.collect(mine, entries[0], "the results of a wave")
+        if agreement.rank != entries[0]:
+            return None
+        return _in_order(answers, len(everything))
+
+    def close(self) -> None:
+        """Give the control group back; local and idempotent."""
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            agreement.close()
+
+    def __enter__(self) -> WaveRunner:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Show this rank's place."""
+        return f"WaveRunner(replica {self._replica} of {self._replicas}, ragged={self._ragged})"
+
+    # --- before -----------------------------------------------------------------------------------
+
+    def _problem(self) -> ConfigError | None:
+        if self._offloaded.engine is None:
+            return ConfigError("WaveRunner() needs an offload that is enabled; call enable() first")
+        if self._ragged and self._gathers and len(self._offloaded.engine.streamers) > 1:
+            return ConfigError(
+                "ragged=True cannot be honoured with several models in one offload: ranks in "
+                "different steps would fill the shared slots from different models; offload them "
+                "one by one, or use equal requests"
+            )
+        return None
+
+    def _running(self) -> Agreement:
+        if self._agreement is None:
+            raise UseError("this WaveRunner was closed")
+        return self._agreement
+
+    def _validated(self, requests: Sequence[WaveRequest]) -> list[WaveRequest]:
+        if isinstance(requests, WaveRequest):
+            raise ConfigError("run() wants a sequence of WaveRequest; got one: write [request]")
+        for number, request in enumerate(requests):
+            if not isinstance(request, WaveRequest):
+                raise ConfigError(
+                    f"request {number} must be a WaveRequest; got {type(request).__name__}"
+                )
+        if not self._ragged and self._gathers:
+            for first in range(0, len(requests), self._replicas):
+                wave = requests[first : first + self._replicas]
+                check_wave(wave, self._key, first=first)
+        return list(requests)
+
+    @property
+    def _gathers(self) -> bool:
+        return self._offloaded.config.use_allgather and self._offloaded.size > 1
+
+    # --- on every rank ----------------------------------------------------------------------------
+
+    def _run_all(self, requests: Sequence[WaveRequest]) -> list[tuple[int, bool, WaveResult]]:
+        """Run this replica's request of every wave; return (number, primary, result) of each."""
+        mine: list[tuple[int, bool, WaveResult]] = []
+        passes = idle = waves = 0
+        idle_s = 0.0
+        for first in range(0, len(requests), self._replicas):
+            number = first + self._replica
+            walk = self._walk()
+            waves += 1
+            with walk:
+                if number < len(requests):
+                    mine.append((number, self._primary, self._run_one(requests[number])))
+                passes += walk.passes
+                began = time.monotonic()
+                idle += walk.serve(self._idle_timeout_s)
+                idle_s += time.monotonic() - began
+        self.report = WaveReport(waves, passes, idle, idle_s)
+        return mine
+
+    def _walk(self) -> Walk:
+        engine = self._offloaded.engine
+        if engine is None:
+            raise UseError("the offload of this WaveRunner was disabled; make a new one")
+        return Walk(self._offloaded, engine) if self._gathers else FreeWalk(self._offloaded, engine)
+
+    def _run_one(self, request: WaveRequest) -> WaveResult:
+        began = time.monotonic()
+        value, error = None, None
+        try:
+            value = self._fn(request)
+        except Exception as caught:
+            # The offload is closed: nobody can be served any more.
+            if (
+                self._offloaded.engine is not None
+                and self._offloaded.engine.pool.failure is not None
+            ):
+                raise
+            error = "".join(traceback.format_exception(caught))
+        if error is None and self._primary:
+            try:
+                pickle.dumps(value)
+            except Exception as caught:
+                value, error = None, f"the result cannot be sent: {_unpicklable(caught)}"
+        return WaveResult(
+            value if self._primary else None, error, self._replica, time.monotonic() - began
+        )
+
+
+def _all_ranks(topology: Topology, timeout_s: float) -> Agreement:
+    """Return an agreement of all ranks that the topology's groups reach from here."""
+    groups = [group for group in (topology.dp, topology.sp, topology.tp) if group is not None]
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
+    if not groups:
+        return LoneAgreement()
+    members: set[int] = {dist.get_rank()}
+    # Each step adds what the peers of one more dimension know: a grid is whole after all of them.
+    for group in groups:
+        step = GroupAgreement(group, timeout_s)
+        try:
+            members.update(*step.exchange(members, "WaveRunner()"))
+        finally:
+            step.close()
+    return GroupAgreement(sorted(members), timeout_s)
+
+
+def _plain(told: tuple[bytes, None] | tuple[None, BaseException]) -> tuple[Any, str | None]:
+    payload, problem = told
+    return payload, None if problem is None else str(problem)
+
+
+def _unpicklable(error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"it cannot be pickled ({type(error).__name__}: {error}); send plain values or CPU tensors"
+    )
+
+
+def _in_order(
+    answers: Sequence[Sequence[tuple[int, bool, WaveResult]]], count: int
+) -> list[WaveResult]:
+    """Return the primaries' results by number; an error on any rank of a replica is the result."""
+    results: dict[int, WaveResult] = {}
+    errors: dict[int, WaveResult] = {}
+    for answer in answers:
+        for number, primary, result in answer:
+            if primary:
+                results[number] = result
+            if result.error is not None:
+                errors.setdefault(number, result)
+    return [errors.get(number, results[number]) for number in range(count)]

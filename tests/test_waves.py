@@ -1,0 +1,310 @@
+"""Waves: every request has the bits that it has alone, whoever runs beside it."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RanksError, run_ranks
+from toys import make_toy
+
+import dlo_core as dlo
+from dlo_core.wave_request import check_wave, compatibility_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+N = 5
+WIDTH = 8
+
+
+def noise(seed: int) -> torch.Tensor:
+    """Return a start of its own for each seed."""
+    return torch.rand(2, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def sample(model: Any, request: dlo.WaveRequest) -> torch.Tensor:
+    """Denoise, as a pipeline would; some blocks may be skipped, by a seed."""
+    x = noise(request.seed or 0)
+    skips = request.kwargs.get("skips")
+    chance = random.Random(skips)
+    for step in range(request.num_inference_steps):
+        if request.kwargs.get("fails_at") == step:
+            raise ValueError(f"request {request.seed} is broken")
+        time.sleep(request.kwargs.get("delay_s", 0.0))
+        skip = () if skips is None else tuple(i for i in range(N) if chance.random() < 0.4)
+        with torch.inference_mode():
+            x = model(x, skip=skip) / 2
+    return x.clone()
+
+
+def alone(requests: Sequence[dlo.WaveRequest]) -> list[torch.Tensor]:
+    """Return what every request gives on a plain model."""
+    return [sample(make_toy(N), request) for request in requests]
+
+
+def steps(*counts: int, **kwargs: Any) -> list[dlo.WaveRequest]:
+    """Return one request a count."""
+    return [dlo.WaveRequest(count, kwargs, seed=seed) for seed, count in enumerate(counts)]
+
+
+def run_waves(
+    sizes: dict[str, int],
+    requests: Sequence[dlo.WaveRequest],
+    *,
+    entry: int = 0,
+    fn: Callable[..., Any] = sample,
+    use_allgather: bool = True,
+    **options: Any,
+) -> list[tuple[list[dlo.WaveResult] | None, dlo.WaveReport, dlo.Stats]]:
+    """Run the requests on all ranks of a topology; return what each rank has in the end."""
+
+    def job(rank: int) -> Any:
+        sp = sizes.get("sp", 1)
+        topology = dlo.Topology.from_sizes(dp=sizes.get("dp", 1), sp=sp, device_type="cpu")
+        model = make_toy(N)
+        offloaded = dlo.offload(
+            model, device="cpu", topology=topology, use_allgather=use_allgather, timeout_s=20
+        )
+        with (
+            offloaded,
+            dlo.WaveRunner(
+                offloaded, topology=topology, fn=lambda request: fn(model, request), **options
+            ) as runner,
+        ):
+            results = runner.run(requests if rank == entry else None)
+            return results, runner.report, offloaded.stats()
+
+    world = 1
+    for size in sizes.values():
+        world *= size
+    return run_ranks(job, world)
+
+
+@pytest.mark.parametrize("use_allgather", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "entry"), [({"dp": 2}, 1), ({"dp": 3}, 0), ({"dp": 2, "sp": 2}, 3), ({"sp": 2}, 0)]
+)
+def test_results_come_in_order_with_the_bits_of_each_request_alone(
+    sizes: dict[str, int], entry: int, use_allgather: bool
+) -> None:
+    # One more than whole waves need, so that a rank is idle in the last one.
+    requests = steps(*[3] * (2 * sizes.get("dp", 1) + 1))
+    outcomes = run_waves(sizes, requests, entry=entry, use_allgather=use_allgather)
+    for rank, (results, _, _) in enumerate(outcomes):
+        assert (results is not None) == (rank == entry)
+    results = outcomes[entry][0]
+    assert results is not None
+    for number, (mine, wanted) in enumerate(zip(results, alone(requests), strict=True)):
+        assert torch.equal(mine.get(), wanted)
+        assert mine.replica == number % sizes.get("dp", 1)
+    if use_allgather:
+        assert len({stats.fills for _, _, stats in outcomes}) == 1
+
+
+def test_ragged_requests_have_the_bits_that_they_have_alone() -> None:
+    """Other step counts, skipped blocks, one that starts late: the others are served to the end."""
+    kwargs: list[dict[str, Any]] = [{}, {"skips": 1}, {"skips": 2}, {"delay_s": 0.02}]
+    requests = [
+        dlo.WaveRequest(count, kwargs[seed], seed=seed)
+        for seed, count in enumerate((10, 20, 30, 5))
+    ]
+    outcomes = run_waves({"dp": 4}, requests, ragged=True)
+    results = outcomes[0][0]
+    assert results is not None
+    for mine, wanted in zip(results, alone(requests), strict=True):
+        assert torch.equal(mine.get(), wanted)
+    assert [(report.passes, report.idle_passes) for _, report, _ in outcomes] == [
+        (10, 20),
+        (20, 10),
+        (30, 0),
+        (5, 25),
+    ]
+    assert len({stats.fills for _, _, stats in outcomes}) == 1
+
+
+def test_a_broken_request_harms_nobody() -> None:
+    requests = [
+        dlo.WaveRequest(6, {"fails_at": 2}, seed=0),
+        dlo.WaveRequest(6, {}, seed=1),
+        dlo.WaveRequest(6, {}, seed=2),
+        dlo.WaveRequest(6, {}, seed=3),
+    ]
+    outcomes = run_waves({"dp": 2}, requests, key=lambda request: {})
+    results = outcomes[0][0]
+    assert results is not None
+    with pytest.raises(RuntimeError, match=r"replica 0.*(?s:.)*request 0 is broken"):
+        results[0].get()
+    for mine, wanted in zip(results[1:], alone(requests[1:]), strict=True):
+        assert torch.equal(mine.get(), wanted)
+
+
+def test_an_error_on_any_rank_of_a_replica_is_the_requests() -> None:
+    def fails_on_the_second(model: Any, request: dlo.WaveRequest) -> torch.Tensor:
+        out = sample(model, request)
+        if dist.get_rank() % 2:
+            raise ValueError("only here")
+        return out
+
+    results = run_waves({"dp": 2, "sp": 2}, steps(2, 2), fn=fails_on_the_second)[0][0]
+    assert results is not None
+    assert [("only here" in (result.error or "")) for result in results] == [True, True]
+
+
+def test_a_result_that_cannot_travel_is_that_requests_error() -> None:
+    def odd(model: Any, request: dlo.WaveRequest) -> Any:
+        out = sample(model, request)
+        return (lambda: 0) if request.seed else out
+
+    results = run_waves({"dp": 2}, steps(2, 2), fn=odd)[0][0]
+    assert results is not None
+    assert results[0].error is None
+    assert "cannot be pickled" in (results[1].error or "")
+
+
+def test_two_models_take_turns_while_a_rank_is_idle() -> None:
+    """The idle rank fills from the model that the other one computes with."""
+
+    def job(rank: int) -> Any:
+        topology = dlo.Topology.from_sizes(dp=2, device_type="cpu")
+        high, low = make_toy(3, seed=1), make_toy(4, seed=2)
+
+        def both(request: dlo.WaveRequest) -> torch.Tensor:
+            x = noise(request.seed or 0)
+            with torch.inference_mode():
+                for step in range(request.num_inference_steps):
+                    x = (high if step < 2 else low)(x) / 2
+            return x.clone()
+
+        wanted = both(dlo.WaveRequest(5, seed=7))
+        with dlo.offload([high, low], device="cpu", topology=topology, timeout_s=20) as offloaded:
+            runner = dlo.WaveRunner(offloaded, topology=topology, fn=both)
+            results = runner.run([dlo.WaveRequest(5, seed=7)] if rank == 0 else None)
+            runner.close()
+        return results is None or torch.equal(results[0].get(), wanted)
+
+    assert run_ranks(job, 2) == [True, True]
+
+
+# --- refused, on every rank and before anything is dispatched -------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        (steps(3, 4), "num_inference_steps: request 0 has 3, request 1 has 4"),
+        (
+            [dlo.WaveRequest(3, {"height": 8}), dlo.WaveRequest(3, {"height": 16, "width": 1})],
+            "height: request 0 has 8, request 1 has 16; width: request 0 has 'not given'",
+        ),
+        (
+            [dlo.WaveRequest(3, {"negative_prompt": "x"}), dlo.WaveRequest(3)],
+            "negative_prompt is given",
+        ),
+    ],
+)
+def test_requests_that_differ_are_refused_on_every_rank(
+    requests: list[dlo.WaveRequest], message: str
+) -> None:
+    ran: list[int] = []
+    with pytest.raises(RanksError) as caught:
+        run_waves({"dp": 2}, requests, fn=lambda *_: ran.append(1))
+    assert set(caught.value.errors) == {0, 1}
+    for text in caught.value.errors.values():
+        assert message in text
+        assert "ConfigError" in text
+        assert "nothing was dispatched" in text
+
+
+def test_rank_local_replicas_run_what_they_like() -> None:
+    requests = steps(2, 7, 4)
+    results = run_waves({"dp": 2}, requests, use_allgather=False)[0][0]
+    assert results is not None
+    for mine, wanted in zip(results, alone(requests), strict=True):
+        assert torch.equal(mine.get(), wanted)
+
+
+@pytest.mark.parametrize("entries", [(), (0, 1)])
+def test_requests_on_no_rank_or_on_two_are_refused(entries: tuple[int, ...]) -> None:
+    def job(rank: int) -> str:
+        topology = dlo.Topology.from_sizes(dp=2, device_type="cpu")
+        model = make_toy(N)
+        with dlo.offload(model, device="cpu", topology=topology) as offloaded:
+            runner = dlo.WaveRunner(
+                offloaded, topology=topology, fn=lambda request: sample(model, request)
+            )
+            with pytest.raises(dlo.ConfigError) as caught:
+                runner.run(steps(2) if rank in entries else None)
+            # Nothing is lost: the next wave is right.
+            results = runner.run(steps(2, 2) if rank == 1 else None)
+            runner.close()
+            assert (results is None) == (rank == 0)
+        return str(caught.value)
+
+    for message in run_ranks(job, 2):
+        assert "exactly one rank" in message
+
+
+def test_settings_that_cannot_be_honoured_are_refused_on_every_rank() -> None:
+    def job(rank: int) -> str:
+        topology = dlo.Topology.from_sizes(dp=2, device_type="cpu")
+        with (
+            dlo.offload([make_toy(3), make_toy(4)], device="cpu", topology=topology) as offloaded,
+            pytest.raises(dlo.ConfigError) as caught,
+        ):
+            dlo.WaveRunner(offloaded, topology=topology, fn=lambda request: None, ragged=True)
+        return str(caught.value)
+
+    for message in run_ranks(job, 2):
+        assert "several models" in message
+
+
+def test_a_rank_that_serves_gives_up_on_one_that_shows_no_sign() -> None:
+    with pytest.raises(RanksError) as caught:
+        run_waves(
+            {"dp": 2},
+            [dlo.WaveRequest(2, {"delay_s": 3.0}, seed=0)],
+            idle_timeout_s=0.5,
+        )
+    assert "no sign of rank 0 (in pass 0) for 0.5 s" in caught.value.errors[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dlo.WaveRequest(None), "num_inference_steps must be given"),  # type: ignore[arg-type]
+        (lambda: dlo.WaveRequest(0), "at least 1; got 0"),
+        (lambda: dlo.WaveRequest(True), "at least 1; got True"),
+        (lambda: dlo.WaveRequest(1, {"num_inference_steps": 2}), "stands twice"),
+        (lambda: dlo.WaveRequest(1, seed=1.5), "seed must be a whole number"),  # type: ignore[arg-type]
+        (lambda: dlo.WaveRequest(1, kwargs=["a"]), "mapping"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_request_checks_itself(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(dlo.ConfigError, match=message):
+        make()
+
+
+def test_free_arguments_may_differ_and_tensors_count_by_shape() -> None:
+    same = [
+        dlo.WaveRequest(3, {"prompt": "a", "mask": torch.zeros(2), "sizes": [1, 2]}, seed=1),
+        dlo.WaveRequest(3, {"prompt": "b", "mask": torch.ones(2), "sizes": [1, 2]}, seed=2),
+    ]
+    check_wave(same, compatibility_key)
+    other = dlo.WaveRequest(3, {"prompt": "b", "mask": torch.ones(3), "sizes": [1, 2]})
+    with pytest.raises(dlo.ConfigError, match=r"mask: .*tensor \(2,\).*tensor \(3,\)"):
+        check_wave([same[0], other], compatibility_key)
+
+
+def test_the_key_can_be_extended() -> None:
+    def with_adapter(request: dlo.WaveRequest) -> dict[str, Any]:
+        return {**compatibility_key(request), "adapter": request.kwargs["prompt"][0]}
+
+    pair = [dlo.WaveRequest(3, {"prompt": "ab"}), dlo.WaveRequest(3, {"prompt": "bb"})]
+    check_wave(pair, compatibility_key)
+    with pytest.raises(dlo.ConfigError, match="adapter: request 0 has 'a', request 1 has 'b'"):
+        check_wave(pair, with_adapter)
