@@ -36,6 +36,7 @@ from dlo_core.registry import hookimpl
 from dlo_core.stats import BlockState, BlockStats, Stats
 from dlo_core.topology import Topology
 from dlo_core.topology_report import TopologyReport
+from dlo_core.wave_queue import WaveQueue, WaveTicket
 from dlo_core.wave_request import WaveRequest
 from dlo_core.waves import WaveReport, WaveResult, WaveRunner
 
@@ -62,10 +63,12 @@ __all__ = [
     "Topology",
     "TopologyReport",
     "UseError",
+    "WaveQueue",
     "WaveReport",
     "WaveRequest",
     "WaveResult",
     "WaveRunner",
+    "WaveTicket",
     "__version__",
     "hookimpl",
     "offload",
