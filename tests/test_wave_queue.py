@@ -95,12 +95,8 @@ def test_many_clients_each_get_their_own_result() -> None:
     def serve() -> None:
         while wave := queue.take():
             sizes.append(len(wave))
-            results = [
-                WaveResult(
-                    ticket.request.seed, "broken" if ticket.request.seed == 13 else None, 0, 0.0
-                )
-                for seed in (ticket.request.seed for ticket in wave)
-            ]
+            seeds = [ticket.request.seed for ticket in wave]
+            results = [WaveResult(s, "broken" if s == 13 else None, 0, 0.0) for s in seeds]
             queue.settle(wave, results)
 
     server = threading.Thread(target=serve)
