@@ -78,6 +78,10 @@ class Agreement(ABC):
     def heard(self, topic: str) -> list[int]:
         """Return what every rank announced last, in rank order; 0 where it did not."""
 
+    def heard_from(self, rank: int, topic: str) -> int:
+        """Return what one rank announced last; 0 when it did not."""
+        return self.heard(topic)[rank]
+
     def collect(self, value: T, to: int, what: str) -> list[T]:
         """Return every rank's ``value`` on rank ``to``, and nothing on the others.
 
@@ -235,8 +239,12 @@ class GroupAgreement(Agreement):
 
     def heard(self, topic: str) -> list[int]:
         """Return every rank's number in the store."""
-        keys = [f"dlo/{self._name}/{topic}/{rank}" for rank in range(self.size)]
-        return [int(self._store.get(key)) if self._store.check([key]) else 0 for key in keys]
+        return [self.heard_from(rank, topic) for rank in range(self.size)]
+
+    def heard_from(self, rank: int, topic: str) -> int:
+        """Return one rank's number in the store."""
+        key = f"dlo/{self._name}/{topic}/{rank}"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def collect(self, value: T, to: int, what: str) -> list[T]:
         """Return every rank's ``value`` on rank ``to``; each travels once."""

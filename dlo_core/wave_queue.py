@@ -137,10 +137,11 @@ class WaveQueue:
     def settle(wave: Sequence[WaveTicket], results: Sequence[WaveResult]) -> None:
         """Give every ticket its result, or its error."""
         for ticket, result in zip(wave, results, strict=True):
-            if result.error is None:
-                ticket.future.set_result(result.value)
-            else:
-                ticket.future.set_exception(RuntimeError(result.error))
+            try:
+                ticket.future.set_result(result.get())
+            # A CancelledError is one, too.
+            except Exception as error:
+                ticket.future.set_exception(error)
 
     def _drop_cancelled(self) -> None:
         self._waiting = deque(each for each in self._waiting if not each[1].future.cancelled())

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from dlo_core.errors import AgreementError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dlo_core.engine import Engine
     from dlo_core.layerwise import LayerwiseOffload
 
@@ -26,9 +28,21 @@ _POLL_S = 0.0005
 class Walk:
     """One wave on this rank: counts passes, tells them, and makes idle ones."""
 
-    def __init__(self, offloaded: LayerwiseOffload, engine: Engine) -> None:
+    def __init__(
+        self, offloaded: LayerwiseOffload, engine: Engine, before_pass: Callable[[int], object]
+    ) -> None:
+        """Number the wave, alike on every rank.
+
+        Args:
+            offloaded: What walks.
+            engine: Its parts.
+            before_pass: Is told the number of each pass of this rank's own request; what it raises
+                comes out of the model's call, before the pass begins.
+        """
         self._offloaded = offloaded
         self._engine = engine
+        self._before_pass = before_pass
+        self._serving = False
         self._agreement = offloaded.agreement
         self._wave = f"wave {engine.next_wave()}"
         self.passes = 0
@@ -46,7 +60,7 @@ class Walk:
 
     def _tell(self, model: int) -> None:
         """Say, before the pass begins, which it is and of which model."""
-        self.passes += 1
+        self._count()
         if model != self._model:
             # Who serves must fill from the same model: see where each stretch of passes begins.
             self._model = model
@@ -55,8 +69,14 @@ class Walk:
             self._switches += 1
         self._agreement.announce(f"{self._wave} passes", self.passes)
 
+    def _count(self) -> None:
+        if not self._serving:
+            self._before_pass(self.passes + 1)
+        self.passes += 1
+
     def serve(self, timeout_s: float) -> int:
         """Make idle passes until every rank is done; return how many."""
+        self._serving = True
         done, passes = f"{self._wave} done", f"{self._wave} passes"
         self._agreement.announce(done, 1)
         made, seen, quiet_since = 0, None, time.monotonic()
@@ -104,7 +124,7 @@ class FreeWalk(Walk):
     """A wave in rank-local mode: nobody waits for anybody."""
 
     def _tell(self, model: int) -> None:
-        self.passes += 1
+        self._count()
 
     def serve(self, timeout_s: float) -> int:
         """Do nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import traceback
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from dlo_core.layerwise import LayerwiseOffload
     from dlo_core.topology import Topology
 
+# Of progress: a pass of a real model takes longer.
+_TELL_S = 0.05
+
 __all__ = ["WaveReport", "WaveResult", "WaveRunner"]
 
 
@@ -33,19 +37,24 @@ class WaveResult:
         error: Traceback of what it raised there, or on another rank of the replica; None: nothing.
         replica: Rank in the data-parallel group that ran it.
         seconds: It took.
+        cancelled: Whether ``cancel`` stopped it.
     """
 
     value: Any
     error: str | None
     replica: int
     seconds: float
+    cancelled: bool = False
 
     def get(self) -> Any:
         """Return the value.
 
         Raises:
+            CancelledError: It was cancelled.
             RuntimeError: The function raised; holds its traceback.
         """
+        if self.cancelled:
+            raise CancelledError(f"the request was cancelled on replica {self.replica}")
         if self.error is not None:
             raise RuntimeError(f"the request failed on replica {self.replica}:\n{self.error}")
         return self.value
@@ -66,6 +75,10 @@ class WaveReport:
     passes: int
     idle_passes: int
     idle_seconds: float
+
+
+class _Stop(Exception):
+    """Comes out of the model's call where the request was cancelled."""
 
 
 class WaveRunner:
@@ -106,6 +119,10 @@ class WaveRunner:
         self._replicas = 1 if dp is None else dist.get_world_size(dp)
         self._primary = all(part is None or dist.get_rank(part) == 0 for part in parts)
         self._agreement: Agreement | None = _all_ranks(topology, offloaded.config.load_timeout_s)
+        self._lone = all(part is None or dist.get_world_size(part) == 1 for part in parts)
+        self._runs = 0
+        self._entry = 0
+        self._told_s = 0.0
         self.report = WaveReport(0, 0, 0, 0.0)
         self._agreement.vote(self._problem(), "WaveRunner()")
 
@@ -142,6 +159,8 @@ class WaveRunner:
                 f"run() needs requests on exactly one rank; got them on {entries or 'none'}: pass "
                 "None on all others"
             )
+        self._entry = entries[0]
+        self._runs += 1
         payload, problem = givers[entries[0]] or (b"", None)
         if problem is not None:
             if told is not None and told[1] is not None:
@@ -153,6 +172,33 @@ class WaveRunner:
         if agreement.rank != entries[0]:
             return None
         return _in_order(answers, len(everything))
+
+    def progress(self, number: int) -> int:
+        """Return how many passes of a request of the running ``run`` have begun, a little late.
+
+        Any thread of any rank may ask, for example while ``run`` runs in another thread.
+
+        Args:
+            number: Of the request, in the order in which they were given.
+        """
+        return self._running().announced(self._topic("progress", number))
+
+    def cancel(self, number: int) -> bool:
+        """Stop a request of the running ``run`` before its next pass; other requests go on.
+
+        Any thread of the rank that gave the requests may ask. Its result is then ``cancelled``.
+
+        Args:
+            number: Of the request, in the order in which they were given.
+
+        Returns:
+            False where a replica has several ranks: they would stop in different places and wait
+            for each other for ever.
+        """
+        agreement = self._running()
+        if self._lone:
+            agreement.announce(self._topic("cancel", number), 1)
+        return self._lone
 
     def close(self) -> None:
         """Give the control group back; local and idempotent."""
@@ -184,6 +230,9 @@ class WaveRunner:
                 "one by one, or use equal requests"
             )
         return None
+
+    def _topic(self, what: str, number: int) -> str:
+        return f"run {self._runs} {what} {number}"
 
     def _running(self) -> Agreement:
         if self._agreement is None:
@@ -217,7 +266,7 @@ class WaveRunner:
         idle_s = 0.0
         for first in range(0, len(requests), self._replicas):
             number = first + self._replica
-            walk = self._walk()
+            walk = self._walk(number)
             waves += 1
             with walk:
                 if number < len(requests):
@@ -229,17 +278,30 @@ class WaveRunner:
         self.report = WaveReport(waves, passes, idle, idle_s)
         return mine
 
-    def _walk(self) -> Walk:
+    def _walk(self, number: int) -> Walk:
         engine = self._offloaded.engine
         if engine is None:
             raise UseError("the offload of this WaveRunner was disabled; make a new one")
-        return Walk(self._offloaded, engine) if self._gathers else FreeWalk(self._offloaded, engine)
+        kind = Walk if self._gathers else FreeWalk
+        return kind(self._offloaded, engine, partial(self._before_pass, number))
+
+    def _before_pass(self, number: int, passes: int) -> None:
+        """Stop a cancelled request; tell how far it is, now and then."""
+        agreement = self._running()
+        if self._lone and agreement.heard_from(self._entry, self._topic("cancel", number)):
+            raise _Stop
+        if self._primary and (passes == 1 or time.monotonic() - self._told_s > _TELL_S):
+            self._told_s = time.monotonic()
+            agreement.announce(self._topic("progress", number), passes)
 
     def _run_one(self, request: WaveRequest) -> WaveResult:
         began = time.monotonic()
         value, error = None, None
         try:
             value = self._fn(request)
+        except _Stop:
+            took = time.monotonic() - began
+            return WaveResult(None, "the request was cancelled", self._replica, took, True)
         except Exception as caught:
             # The offload is closed: nobody can be served any more.
             if (

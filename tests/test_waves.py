@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -164,6 +166,61 @@ def test_a_result_that_cannot_travel_is_that_requests_error() -> None:
     assert results is not None
     assert results[0].error is None
     assert "cannot be pickled" in (results[1].error or "")
+
+
+def test_a_request_that_is_cancelled_stops_and_the_others_go_on() -> None:
+    """Its progress is seen from another thread, which then cancels it."""
+    requests = [
+        dlo.WaveRequest(1000, {"delay_s": 0.002}, seed=0),
+        dlo.WaveRequest(8, seed=1),
+        dlo.WaveRequest(3, seed=2),
+    ]
+
+    def job(rank: int) -> Any:
+        topology = dlo.Topology.from_sizes(dp=2, device_type="cpu")
+        model = make_toy(N)
+        offloaded = dlo.offload(model, device="cpu", topology=topology, timeout_s=20)
+        runner = dlo.WaveRunner(
+            offloaded, topology=topology, fn=lambda request: sample(model, request), ragged=True
+        )
+        seen: list[int] = []
+
+        def watch() -> None:
+            while runner.progress(0) < 10:
+                time.sleep(0.001)
+            seen.append(runner.progress(0))
+            assert runner.cancel(0)
+
+        watcher = threading.Thread(target=watch)
+        if rank == 0:
+            watcher.start()
+        results = runner.run(requests if rank == 0 else None)
+        if rank == 0:
+            watcher.join(10)
+            assert seen[0] >= 10
+        runner.close()
+        offloaded.disable()
+        return results, runner.report
+
+    (results, report), _ = run_ranks(job, 2)
+    assert results[0].cancelled
+    with pytest.raises(CancelledError):
+        results[0].get()
+    assert 10 <= report.passes < 1000
+    for mine, wanted in zip(results[1:], alone(requests[1:]), strict=True):
+        assert torch.equal(mine.get(), wanted)
+
+
+def test_a_replica_of_several_ranks_is_not_cancelled_half_way() -> None:
+    def job(rank: int) -> bool:
+        topology = dlo.Topology.from_sizes(dp=1, sp=2, device_type="cpu")
+        with dlo.offload(make_toy(N), device="cpu", topology=topology) as offloaded:
+            runner = dlo.WaveRunner(offloaded, topology=topology, fn=lambda request: None)
+            answer = runner.cancel(0)
+            runner.close()
+            return answer
+
+    assert run_ranks(job, 2) == [False, False]
 
 
 def test_two_models_take_turns_while_a_rank_is_idle() -> None:
