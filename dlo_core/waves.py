@@ -7,6 +7,7 @@ import time
 import traceback
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
