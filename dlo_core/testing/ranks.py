@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -142,7 +143,7 @@ def _hear(rank: _Rank, deadline: float, limit_s: float) -> None:
         rank.error = f"did not end in time ({limit_s:g} s)"
         return
     try:
-        ok, answer = rank.pipe.recv()
+        ok, answer = pickle.loads(rank.pipe.recv_bytes())
     except EOFError:
         rank.process.join(_EXIT_S)
         rank.error = f"died without a result (exit code {rank.process.exitcode})"
@@ -193,10 +194,11 @@ def _child(
         )
         # A rank that is done at once would close connections that a peer is still making.
         dist.barrier()
-        pipe.send((True, fn(rank, *args)))
+        result = fn(rank, *args)
+        pipe.send_bytes(pickle.dumps((True, result)))
     # The parent must hear of everything.
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         pipe.close()
         if dist.is_initialized():
