@@ -26,8 +26,10 @@ def test_it_passes_the_suite_on_two_devices(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dlo-paper\nVersion: 0.1\n")
     (info / "entry_points.txt").write_text("[dlo]\npaper = dlo_paper\n")
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "dlo_core.testing.pytest_plugin", "-q"]
-        + ["-p", "no:cacheprovider", "--require", "paper:1", "test_paper.py"],
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "dlo_core.testing.pytest_plugin"),
+            *("-p", "no:cacheprovider", "--require", "paper:1", "test_paper.py"),
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
