@@ -29,7 +29,7 @@ class CollectiveLog(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[tuple[str, str, int]] = []
 
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         self,
         func: Any,
         types: Any,
