@@ -58,7 +58,8 @@ def run_model(rank: int, family: str, dim: str, use_allgather: bool, size: int) 
     backend = LoggedBackend(log)
     with torch.no_grad():
         want = [forward(model, batch) for batch in inputs]
-        topology = dlo.Topology.from_groups(**{dim: dist.group.WORLD})
+        groups: dict[str, Any] = {dim: dist.group.WORLD}
+        topology = dlo.Topology.from_groups(**groups)
         offloaded = dlo.offload(
             model, device=backend, topology=topology, use_allgather=use_allgather, timeout_s=20
         )
