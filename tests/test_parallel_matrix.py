@@ -182,6 +182,21 @@ def test_a_rejected_cell_says_why_on_every_rank_and_touches_nothing(
     record_property("cell", json.dumps(record_of(cell, None)))
 
 
+def test_the_next_block_is_gathered_while_this_one_exchanges_tokens() -> None:
+    """The gather of a later block is issued before the all-to-alls of this one, on every rank.
+
+    B40, https://github.com/NVIDIA/nccl/issues/592
+    """
+    (cell,) = (c for c in CELLS if c.name == "SP2" and c.use_allgather)
+    entries = run_ranks(run_cell, 2, cell, limit_s=50)[0][1]
+    kinds = [name for whose, name, _ in entries if whose != "control"]
+    # The last forward, in which the ring order is known; each block has three and one of them.
+    assert set(kinds) == {"all_gather", "alltoall_base_"}
+    assert kinds.count("alltoall_base_") == NUM_FORWARDS * NUM_BLOCKS * 4
+    last = kinds[len(kinds) - 5 * NUM_BLOCKS :]
+    assert last[:10] == 2 * ["all_gather", *4 * ["alltoall_base_"]]
+
+
 @pytest.mark.slow
 def test_the_model_of_these_tests_really_is_parallel() -> None:
     """Ulysses and TP compute what one rank computes, but for rounding."""
