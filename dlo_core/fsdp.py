@@ -90,6 +90,11 @@ class ManagedParameter:
             )
         elif hasattr(self.parameter._local_tensor, "fsdp_pre_all_gather"):  # type: ignore[attr-defined]
             problem = "has an all-gather extension of its own; dequantise it, or leave it out"
+        elif type(self.data) is not torch.Tensor:
+            problem = (
+                "has no values, for they were released when its offload ended (shutdown(), or "
+                "disable(to='meta')); load the model anew"
+            )
         elif self.parameter.is_meta or self.data.is_meta:
             problem = (
                 "is managed by fully_shard and has no values; HSDP's parameters come from the "

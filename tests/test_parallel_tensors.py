@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+SLOW = pytest.mark.slow
 TP_PLAN: dict[str, int | tuple[int, int]] = {
     **{f"blocks.*.{name}.weight": 0 for name in ("q", "k", "v", "up")},
     **{f"blocks.*.{name}.bias": 0 for name in ("q", "k", "v", "up")},
@@ -125,8 +126,15 @@ def test_ranks_of_one_tp_group_never_share_a_shard_group() -> None:
     assert "[0, 1] of them would share" in texts[0]
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=["TP2", "DP2xTP2"])
-@pytest.mark.parametrize("plan", ["names", "placements"])
+@pytest.mark.parametrize(
+    ("sizes", "plan"),
+    [
+        pytest.param({"dp": 2, "tp": 2}, "names", id="DP2xTP2-names"),
+        pytest.param({"tp": 2}, "placements", id="TP2-placements"),
+        pytest.param({"dp": 2, "tp": 2}, "placements", id="DP2xTP2-placements", marks=SLOW),
+        pytest.param({"tp": 2}, "names", id="TP2-names", marks=SLOW),
+    ],
+)
 def test_a_tp_rank_reads_its_slices_from_a_checkpoint(
     sizes: dict[str, int], plan: str, tmp_path: Path
 ) -> None:
@@ -352,11 +360,12 @@ def sharded_blocks(model: ParallelDiT, mesh: DeviceMesh | None) -> Any:
     "shard",
     [
         pytest.param(sharded, id="as-usual"),
-        pytest.param(sharded_blocks, id="blocks-only"),
-        pytest.param(partial(sharded, reshard_after_forward=False), id="kept"),
+        pytest.param(sharded_blocks, id="blocks-only", marks=SLOW),
+        pytest.param(partial(sharded, reshard_after_forward=False), id="kept", marks=SLOW),
         pytest.param(
             partial(sharded, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
             id="mixed-precision",
+            marks=SLOW,
         ),
     ],
 )
@@ -502,6 +511,46 @@ def test_what_fully_shard_manages_and_cannot_stream_is_refused_with_the_remedy(
             with pytest.raises(dlo.ConfigError, match=message):
                 dlo.offload(model, device="cpu", **settings)
             assert dlo.offloaded(model) is None
+
+    run_ranks(job, 2)
+
+
+def test_the_gather_of_fully_shard_is_issued_where_the_slot_was_waited_for() -> None:
+    """Before FSDP's own hook, which gathers on a stream that does not wait for the slot."""
+    seen: list[tuple[bool, ...]] = []
+
+    def look(module: Any, args: Any) -> None:
+        seen.append(tuple(hasattr(p, "to_local") for p in module.parameters()))
+
+    def job(rank: int) -> None:
+        topo = topology(hsdp=(1, 2))
+        model = sharded(make_dit(), topo.hsdp_mesh)
+        for block in model.blocks:
+            block.register_forward_pre_hook(look, prepend=True)
+        with dlo.offload(model, device="cpu", topology=topo, use_allgather=False):
+            model(*make_latent(0))
+            assert len(seen) == NUM_BLOCKS
+            assert not any(any(managed) for managed in seen)
+            # Freed after the block, so that the parameters are the sharded ones again.
+            look(model.blocks[0], ())
+            assert all(seen[-1])
+
+    run_ranks(job, 2)
+
+
+def test_without_values_a_managed_model_says_so() -> None:
+    def job(rank: int) -> None:
+        topo = topology(hsdp=(1, 2))
+        model = sharded(make_dit(), topo.hsdp_mesh)
+        settings: dict[str, Any] = {"topology": topo, "use_allgather": False}
+        offloaded = dlo.offload(model, device="cpu", **settings)
+        weight: Any = model.blocks[0].get_parameter("q.weight")
+        assert "Placeholder('blocks.0.q.weight'" in repr(weight)
+        offloaded.disable(to="meta")
+        with pytest.raises(dlo.UseError, match="was disabled"):
+            weight.to_local()
+        with pytest.raises(dlo.ConfigError, match="has no values, for they were released"):
+            dlo.offload(model, device="cpu", **settings)
 
     run_ranks(job, 2)
 

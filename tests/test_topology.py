@@ -301,10 +301,10 @@ def test_a_different_block_in_one_subgroup_is_refused_in_that_subgroup_alone() -
     ("nodes", "shares"),
     [
         ("aabb", [(0, 2), (1, 2), (0, 2), (1, 2)]),
-        ("abab", [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        pytest.param("abab", [(0, 2), (0, 2), (1, 2), (1, 2)], marks=pytest.mark.slow),
         # The rank that is alone on its node keeps all.
         ("aaab", [(0, 3), (1, 3), (2, 3), (0, 1)]),
-        ("abcd", [(0, 1)] * 4),
+        pytest.param("abcd", [(0, 1)] * 4, marks=pytest.mark.slow),
     ],
 )
 def test_weights_are_shared_within_each_node(nodes: str, shares: list[tuple[int, int]]) -> None:
@@ -327,6 +327,32 @@ def test_weights_are_shared_within_each_node(nodes: str, shares: list[tuple[int,
         return offloaded.rank, offloaded.size
 
     assert run_ranks(job, 4) == shares
+
+
+def test_ranks_that_differ_in_the_setting_are_told_so() -> None:
+    def job(rank: int) -> str:
+        topology = dlo.Topology.from_sizes(dp=2, device_type="cpu")
+        within = "node" if rank else None
+        with pytest.raises(dlo.AgreementError, match="differ in shard_within") as caught:
+            dlo.offload(make_toy(2), device="cpu", topology=topology, shard_within=within)
+        equal(make_toy(2), rank, topology=topology)
+        return str(caught.value)
+
+    texts = run_ranks(job, 2)
+    assert texts[0] == texts[1]
+    assert "rank 0 has None, rank 1 has node" in texts[0]
+
+
+def test_a_bad_setting_of_one_rank_is_told_to_those_that_narrow() -> None:
+    def job(rank: int) -> None:
+        topology = dlo.Topology.from_sizes(dp=2, device_type="cpu")
+        settings: dict[str, Any] = {"depth": 1} if rank else {}
+        with pytest.raises(dlo.ConfigError, match="depth must be a whole number"):
+            dlo.offload(
+                make_toy(2), device="cpu", topology=topology, shard_within="node", **settings
+            )
+
+    run_ranks(job, 2)
 
 
 def test_a_group_is_narrowed_by_host_name() -> None:
