@@ -17,11 +17,22 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import dlo_core as dlo
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["HEADS", "NUM_BLOCKS", "TOKENS", "ParallelDiT", "make_dit", "make_latent", "tp_style"]
+__all__ = [
+    "HEADS",
+    "NUM_BLOCKS",
+    "TOKENS",
+    "ParallelDiT",
+    "made_topology",
+    "make_dit",
+    "make_latent",
+    "tp_style",
+]
 
 WIDTH = 64
 HEADS = 8
@@ -137,6 +148,16 @@ def make_dit(
             fully_shard(block, mesh=hsdp)
         fully_shard(model, mesh=hsdp)
     return model
+
+
+def made_topology(**sizes: Any) -> dlo.Topology:
+    """Return a topology of these sizes, once all ranks are connected.
+
+    A rank that is done at once would close connections that a peer is still making.
+    """
+    topology = dlo.Topology.from_sizes(device_type="cpu", **sizes)
+    dist.barrier()
+    return topology
 
 
 def make_latent(seed: int) -> tuple[torch.Tensor, torch.Tensor]:

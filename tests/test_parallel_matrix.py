@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from collective_log import CollectiveLog, LoggedBackend
 from parallel_cells import CELLS, Cell, cell_id
-from parallel_dit import NUM_BLOCKS, make_dit, make_latent
+from parallel_dit import NUM_BLOCKS, made_topology, make_dit, make_latent
 from ranks import run_ranks
 from toys import same_bits
 
@@ -39,7 +40,7 @@ def params(cells: list[Cell]) -> list[Any]:
 
 def topology_of(cell: Cell) -> Topology:
     dp, sp, tp, replicas, shards = cell.sizes
-    return dlo.Topology.from_sizes(dp=dp, sp=sp, tp=tp, hsdp=(replicas, shards), device_type="cpu")
+    return made_topology(dp=dp, sp=sp, tp=tp, hsdp=(replicas, shards))
 
 
 def build(topology: Topology) -> Any:
@@ -82,9 +83,10 @@ def run_cell(rank: int, cell: Cell) -> Any:
     topology = topology_of(cell)
     reference, model = build(topology), build(topology)
     inputs = batches(topology, rank)
-    log = CollectiveLog()
+    log, own = CollectiveLog(), CollectiveLog()
     with torch.no_grad():
-        want = [reference(*batch) for batch in inputs]
+        with own:
+            want = [reference(*batch) for batch in inputs]
         backend = LoggedBackend(log)
         before = backend.memory().allocated
         offloaded = dlo.offload(
@@ -95,6 +97,8 @@ def run_cell(rank: int, cell: Cell) -> Any:
         with log:
             for number, batch in enumerate(inputs):
                 assert torch.equal(model(*batch), want[number]), f"forward {number} differs"
+        # Of the model's own collectives none is disturbed: the same ones in the same order.
+        assert [entry for entry in log.entries if entry[0] == "model"] == own.entries
         found = measured(offloaded, backend, before)
         gathered = offloaded.stats().gathered_bytes
         offloaded.disable()
@@ -153,6 +157,7 @@ def attempt(rank: int, cell: Cell) -> tuple[str, bool]:
         # What from_sizes() would not even make, somebody else may have made.
         outer = ("dp" if dp > 1 else "tp", "shard")
         mesh = init_device_mesh("cpu", (max(dp, tp), shards), mesh_dim_names=outer)
+        dist.barrier()
         model = make_dit()
         kept = weights_of(model)
         with pytest.raises(dlo.ConfigError) as caught:
@@ -202,7 +207,7 @@ def test_the_model_of_these_tests_really_is_parallel() -> None:
     """Ulysses and TP compute what one rank computes, but for rounding."""
 
     def job(rank: int) -> Any:
-        topology = dlo.Topology.from_sizes(sp=2, tp=2, device_type="cpu")
+        topology = made_topology(sp=2, tp=2)
         with torch.no_grad():
             return build(topology)(*make_latent(0)).numpy()
 

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_dit import NUM_BLOCKS, DiTBlock, ParallelDiT, make_dit, make_latent, tp_style
+from parallel_dit import (
+    NUM_BLOCKS,
+    DiTBlock,
+    ParallelDiT,
+    made_topology,
+    make_dit,
+    make_latent,
+    tp_style,
+)
 from poison import PoisonBackend
 from ranks import run_ranks
 from safetensors.torch import save_file
@@ -35,10 +43,6 @@ TP_PLAN: dict[str, int | tuple[int, int]] = {
 }
 
 
-def topology(**sizes: Any) -> dlo.Topology:
-    return dlo.Topology.from_sizes(device_type="cpu", **sizes)
-
-
 def dim(topology: dlo.Topology, name: str) -> DeviceMesh:
     assert topology.mesh is not None
     return topology.mesh[name]
@@ -62,7 +66,7 @@ def test_a_dtensor_comes_back_as_the_object_it_was() -> None:
     """Also twice, and its memory is given up while it streams."""
 
     def job(rank: int) -> None:
-        topo = topology(tp=2)
+        topo = made_topology(tp=2)
         reference, model = (make_dit(tp=dim(topo, "tp")) for _ in range(2))
         kept = {name: (id(p), type(p), p.stride()) for name, p in model.named_parameters()}
         blocks = sum(
@@ -88,7 +92,7 @@ def test_a_dtensor_comes_back_as_the_object_it_was() -> None:
 
 def test_a_placeholder_tells_the_truth_about_a_dtensor() -> None:
     def job(rank: int) -> None:
-        topo = topology(tp=2)
+        topo = made_topology(tp=2)
         model = make_dit(tp=dim(topo, "tp"))
         real: Any = model.blocks[1].get_parameter("q.weight")
         facts = (real.shape, real.stride(), real.placements, real.device_mesh, real.dtype)
@@ -115,7 +119,7 @@ def test_ranks_of_one_tp_group_never_share_a_shard_group() -> None:
     """A group that was given crosses TP; every rank refuses, and the model is as it was."""
 
     def job(rank: int) -> str:
-        topo = topology(tp=2)
+        topo = made_topology(tp=2)
         model = make_dit(tp=dim(topo, "tp"))
         with pytest.raises(dlo.ConfigError, match="TP is never dlo's group") as caught:
             dlo.offload(model, device="cpu", group=dist.group.WORLD)
@@ -143,7 +147,7 @@ def test_a_tp_rank_reads_its_slices_from_a_checkpoint(
     save_file(dict(make_dit().state_dict()), path)
 
     def job(rank: int) -> None:
-        topo = topology(**sizes)
+        topo = made_topology(**sizes)
         reference = make_dit(tp=dim(topo, "tp"))
         with torch.device("meta"):
             model = ParallelDiT(None).requires_grad_(False)
@@ -208,27 +212,29 @@ class Fused(nn.Module):
 
 
 def test_three_parts_in_one_tensor_are_sliced_one_by_one(tmp_path: Path) -> None:
+    """Each TP rank gathers its slices over its own DP group: [0, 2] and [1, 3]."""
     path = tmp_path / "model.safetensors"
     torch.manual_seed(0)
     whole = Fused(6).requires_grad_(False)
     save_file({k: v.contiguous() for k, v in whole.state_dict().items()}, path)
 
     def job(rank: int) -> None:
-        topo = topology(tp=2)
+        topo = made_topology(dp=2, tp=2)
+        mine = slice(3 * topo.tp_rank, 3 * topo.tp_rank + 3)
         expected = Fused(3).requires_grad_(False)
         for block, full in zip(expected.blocks, whole.blocks, strict=True):
-            rows = full.get_parameter("qkv").view(3, 6, 8)[:, 3 * rank : 3 * rank + 3]
+            rows = full.get_parameter("qkv").view(3, 6, 8)[:, mine]
             block.get_parameter("qkv").copy_(rows.reshape(9, 8))
-            columns = full.get_parameter("back")[:, 3 * rank : 3 * rank + 3]
+            columns = full.get_parameter("back")[:, mine]
             block.get_parameter("back").copy_(columns)
         model = Fused(3).requires_grad_(False)
         plan: dict[str, int | tuple[int, int]] = {"*.qkv": (0, 3), "*.back": 1}
         offloaded = dlo.offload(model, device="cpu", topology=topo, checkpoint=path, tp_plan=plan)
         assert torch.equal(model(inputs()), expected(inputs()))
         offloaded.disable()
-        for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            assert same_bits(mine, theirs)
-            assert mine.stride() == theirs.stride()
+        for got, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert same_bits(got, theirs)
+            assert got.stride() == theirs.stride()
         wrong: list[tuple[str, Any]] = [
             ("which match no tensor", {**plan, "nothing.*": 0}),
             ("cannot cut along dimension 2", {**plan, "*.back": 2}),
@@ -244,8 +250,12 @@ def test_three_parts_in_one_tensor_are_sliced_one_by_one(tmp_path: Path) -> None
         with pytest.raises(dlo.ConfigError, match="there is no checkpoint="):
             dlo.offload(model, device="cpu", topology=topo, tp_plan=plan)
         assert dlo.offloaded(model) is None
+        # Tensors that are TP-local without being DTensors, from the module itself.
+        with dlo.offload(model, device=PoisonBackend(), topology=topo) as offloaded:
+            assert offloaded.size == 2
+            assert torch.equal(model(inputs()), expected(inputs()))
 
-    run_ranks(job, 2)
+    run_ranks(job, 4)
     with pytest.raises(dlo.ConfigError, match="there is none; pass topology= with tp="):
         Slicing({"*": 0}, rank=0, size=1)
 
@@ -280,7 +290,7 @@ def test_uneven_dtensors_stream_too() -> None:
         return model
 
     def job(rank: int) -> int:
-        topo = topology(tp=2)
+        topo = made_topology(tp=2)
         reference, model = (build(dim(topo, "tp")) for _ in range(2))
         with torch.no_grad(), dlo.offload(model, device="cpu", topology=topo):
             for seed in range(3):
@@ -320,7 +330,7 @@ class UnevenBlock(nn.Module):
 
 def run_hsdp(rank: int, prepare: Any, checks: Any = None) -> None:
     """Compare a model that ``prepare`` shards with its like, offloaded; restore, and again."""
-    topo = topology(hsdp=(1, 2))
+    topo = made_topology(hsdp=(1, 2))
     reference, model = (prepare(topo.hsdp_mesh) for _ in range(2))
     with torch.no_grad():
         want = [reference(*make_latent(10 * rank + seed)) for seed in range(2)]
@@ -437,7 +447,7 @@ def test_a_model_that_ran_before_can_be_offloaded_and_fails_in_a_block_without_h
     """FSDP keeps the root's weights gathered between forwards; dlo leaves them alone."""
 
     def job(rank: int) -> None:
-        topo = topology(hsdp=(2, 1))
+        topo = made_topology(hsdp=(2, 1))
         reference, model = (sharded(make_dit(), topo.hsdp_mesh) for _ in range(2))
         with torch.no_grad():
             want = reference(*make_latent(0))
@@ -492,7 +502,7 @@ def test_what_fully_shard_manages_and_cannot_stream_is_refused_with_the_remedy(
             return sharded(ParallelDiT(None), mesh)
 
     def job(rank: int) -> None:
-        topo = topology(hsdp=(1, 2))
+        topo = made_topology(hsdp=(1, 2))
         mesh = topo.hsdp_mesh
         assert mesh is not None
         policy = CPUOffloadPolicy(pin_memory=False)
@@ -523,7 +533,7 @@ def test_the_gather_of_fully_shard_is_issued_where_the_slot_was_waited_for() -> 
         seen.append(tuple(hasattr(p, "to_local") for p in module.parameters()))
 
     def job(rank: int) -> None:
-        topo = topology(hsdp=(1, 2))
+        topo = made_topology(hsdp=(1, 2))
         model = sharded(make_dit(), topo.hsdp_mesh)
         for block in model.blocks:
             block.register_forward_pre_hook(look, prepend=True)
@@ -540,7 +550,7 @@ def test_the_gather_of_fully_shard_is_issued_where_the_slot_was_waited_for() -> 
 
 def test_without_values_a_managed_model_says_so() -> None:
     def job(rank: int) -> None:
-        topo = topology(hsdp=(1, 2))
+        topo = made_topology(hsdp=(1, 2))
         model = sharded(make_dit(), topo.hsdp_mesh)
         settings: dict[str, Any] = {"topology": topo, "use_allgather": False}
         offloaded = dlo.offload(model, device="cpu", **settings)
@@ -563,7 +573,7 @@ def test_the_class_that_a_model_declares_is_found_under_fully_shard() -> None:
         _repeated_blocks = ("DiTBlock",)
 
     def job(rank: int) -> int:
-        mesh = topology(hsdp=(1, 2)).hsdp_mesh
+        mesh = made_topology(hsdp=(1, 2)).hsdp_mesh
         torch.manual_seed(0)
         model = sharded(Declared(None).requires_grad_(False), mesh)
         assert type(model.blocks[0]).__name__ != DiTBlock.__name__
@@ -577,7 +587,7 @@ def test_wide_blocks_are_cut_too() -> None:
     """A remainder of DTensors and plain tensors, with gather over the DP group."""
 
     def job(rank: int) -> None:
-        topo = topology(dp=2, tp=2)
+        topo = made_topology(dp=2, tp=2)
         mesh = dim(topo, "tp")
 
         def build() -> Any:

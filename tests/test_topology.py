@@ -6,11 +6,13 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from parallel_dit import made_topology
 from poison import PoisonBackend
 from ranks import run_ranks
 from toys import AwkwardBlock, Toy, assert_restored, inputs, make_toy, snapshot, twin
@@ -146,10 +148,11 @@ def test_the_sources_of_a_topology_agree_and_none_but_from_sizes_makes_groups() 
     from torch.distributed.device_mesh import init_device_mesh
 
     def job(rank: int) -> Any:
-        made = dlo.Topology.from_sizes(dp=2, sp=2, device_type="cpu", node="n")
+        made = made_topology(dp=2, sp=2, node="n")
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ulysses"))
         # A mesh may make a group when it is first asked for it.
         groups = {name: mesh.get_group(name) for name in ("replicas", "ulysses")}
+        dist.barrier()
         count = len(dist.distributed_c10d._world.pg_map)
         others = [
             dlo.Topology.from_mesh(mesh, dp="replicas", sp="ulysses", node="n"),
@@ -176,6 +179,7 @@ def test_what_is_no_topology_is_refused_on_every_rank() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         part = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
         new = dist.new_group([0, 1])
+        dist.barrier()
         bad: list[tuple[str, Callable[[], object]]] = [
             ("dp='c' is no dimension", lambda: dlo.Topology.from_mesh(mesh, dp="c")),
             ("one dimension of the mesh", lambda: dlo.Topology.from_mesh(mesh, dp="a", sp="a")),
@@ -239,7 +243,7 @@ def test_every_dtype_travels_within_subgroups() -> None:
     """
 
     def job(rank: int) -> None:
-        topology = dlo.Topology.from_sizes(dp=2, sp=2, device_type="cpu")
+        topology = made_topology(dp=2, sp=2)
         torch.manual_seed(rank % 2)
         model = Toy([AwkwardBlock(seed=3 * number + rank % 2) for number in range(3)])
         offloaded = equal(model.requires_grad_(False), rank, topology=topology)
@@ -276,7 +280,7 @@ def test_a_different_block_in_one_subgroup_is_refused_in_that_subgroup_alone() -
     """
 
     def job(rank: int) -> str:
-        topology = dlo.Topology.from_sizes(dp=2, sp=2, device_type="cpu")
+        topology = made_topology(dp=2, sp=2)
         if rank % 2 == 0:
             equal(make_toy(4), rank, topology=topology)
             return ""
@@ -294,6 +298,67 @@ def test_a_different_block_in_one_subgroup_is_refused_in_that_subgroup_alone() -
     assert texts[0] == texts[2] == ""
 
 
+def test_a_rank_that_fails_in_a_block_strands_nobody_in_its_subgroup_or_beside_it() -> None:
+    """Rank 3 raises inside block 1; rank 1, who shares with it, gets its weights all the same.
+
+    B37, https://github.com/tier4/Diffusion-Planner/pull/336
+    """
+
+    def job(rank: int) -> None:
+        topology = made_topology(dp=2, sp=2)
+        model = make_toy(4)
+        reference = twin(model)
+        with dlo.offload(model, device=PoisonBackend(), topology=topology, timeout_s=10):
+            for number in range(3):
+                if rank == 3 and number == 1:
+                    handle = model.blocks[1].register_forward_pre_hook(fail)
+                    with pytest.raises(RuntimeError, match="on purpose"):
+                        model(inputs())
+                    handle.remove()
+                    continue
+                x = inputs(10 * rank + number)
+                assert torch.equal(model(x), reference(x))
+
+    run_ranks(job, 4)
+
+
+def fail(module: nn.Module, args: Any) -> None:
+    raise RuntimeError("on purpose")
+
+
+def several(model: nn.Module) -> None:
+    for _ in range(3):
+        model(inputs())
+
+
+def test_a_rank_that_stays_in_a_block_is_an_error_in_its_subgroup_alone() -> None:
+    """Rank 3 hangs; rank 1 is told within the timeout, by group rank; 0 and 2 go on.
+
+    B37, https://github.com/tier4/Diffusion-Planner/pull/336
+    """
+
+    def job(rank: int) -> int:
+        topology = made_topology(dp=2, sp=2)
+        model = make_toy(6)
+        offloaded = dlo.offload(model, device=PoisonBackend(), topology=topology, timeout_s=0.7)
+        model(inputs())
+        if rank % 2 == 0:
+            model(inputs())
+            model(inputs())
+            offloaded.disable()
+            return -1
+        if rank == 3:
+            model.blocks[1].register_forward_pre_hook(lambda module, args: time.sleep(2))
+        with pytest.raises(dlo.DloError) as caught:
+            several(model)
+        offloaded.shutdown()
+        return caught.value.rank if isinstance(caught.value, dlo.FillError) else -2
+
+    ranks = run_ranks(job, 4)
+    assert ranks[0] == ranks[2] == -1
+    assert ranks[1] == 0
+
+
 # --- within a node ----------------------------------------------------------------------------
 
 
@@ -309,7 +374,7 @@ def test_a_different_block_in_one_subgroup_is_refused_in_that_subgroup_alone() -
 )
 def test_weights_are_shared_within_each_node(nodes: str, shares: list[tuple[int, int]]) -> None:
     def job(rank: int) -> tuple[int, int]:
-        topology = dlo.Topology.from_sizes(dp=4, device_type="cpu", node=nodes[rank])
+        topology = made_topology(dp=4, node=nodes[rank])
         model = make_toy(4)
         config = dlo.OffloadConfig(shard_within="node")
         offloaded = dlo.LayerwiseOffload(config, device=PoisonBackend(), topology=topology)
@@ -331,7 +396,7 @@ def test_weights_are_shared_within_each_node(nodes: str, shares: list[tuple[int,
 
 def test_ranks_that_differ_in_the_setting_are_told_so() -> None:
     def job(rank: int) -> str:
-        topology = dlo.Topology.from_sizes(dp=2, device_type="cpu")
+        topology = made_topology(dp=2)
         within = "node" if rank else None
         with pytest.raises(dlo.AgreementError, match="differ in shard_within") as caught:
             dlo.offload(make_toy(2), device="cpu", topology=topology, shard_within=within)
@@ -345,7 +410,7 @@ def test_ranks_that_differ_in_the_setting_are_told_so() -> None:
 
 def test_a_bad_setting_of_one_rank_is_told_to_those_that_narrow() -> None:
     def job(rank: int) -> None:
-        topology = dlo.Topology.from_sizes(dp=2, device_type="cpu")
+        topology = made_topology(dp=2)
         settings: dict[str, Any] = {"depth": 1} if rank else {}
         with pytest.raises(dlo.ConfigError, match="depth must be a whole number"):
             dlo.offload(
