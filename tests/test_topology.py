@@ -172,6 +172,23 @@ def test_the_sources_of_a_topology_agree_and_none_but_from_sizes_makes_groups() 
     assert run_ranks(job, 4) == whole
 
 
+def test_a_dimension_that_was_flattened_from_several_is_one() -> None:
+    """Ring and Ulysses ranks together are one sequence-parallel group."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def job(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "ring", "ulysses"))
+        flat = mesh["ring", "ulysses"]._flatten("sp")
+        dist.barrier()
+        with pytest.raises(dlo.ConfigError, match=r"flattened from several pass the group"):
+            dlo.Topology.from_mesh(mesh, dp="dp", sp="sp")
+        topology = dlo.Topology.from_groups(dp=mesh.get_group("dp"), sp=flat.get_group())
+        assert topology.sizes == Sizes(sp=4)
+        return topology.describe().ranks[0].shard
+
+    assert run_ranks(job, 4) == [(0, 1, 2, 3)] * 4
+
+
 def test_what_is_no_topology_is_refused_on_every_rank() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -182,6 +199,7 @@ def test_what_is_no_topology_is_refused_on_every_rank() -> None:
         dist.barrier()
         bad: list[tuple[str, Callable[[], object]]] = [
             ("dp='c' is no dimension", lambda: dlo.Topology.from_mesh(mesh, dp="c")),
+            ("hsdp='c' is no dimension", lambda: dlo.Topology.from_mesh(mesh, hsdp=("a", "c"))),
             ("one dimension of the mesh", lambda: dlo.Topology.from_mesh(mesh, dp="a", sp="a")),
             (
                 "share the ranks",
