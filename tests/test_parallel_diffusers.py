@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,6 +42,9 @@ NUM_FORWARDS = 2
 def on_cpu() -> None:
     """Let diffusers make a model parallel where torch has no accelerator; in this process only."""
     torch.accelerator.device_count = lambda: 1
+    if not hasattr(logging.Logger, "warning_once"):
+        # diffusers calls it, and has it from transformers, which is not needed otherwise.
+        logging.Logger.warning_once = logging.Logger.warning  # type: ignore[attr-defined]
     tensor_parallel._SUPPORTED_TP_DEVICES = (*tensor_parallel._SUPPORTED_TP_DEVICES, "cpu")
 
 
