@@ -34,6 +34,8 @@ from dlo_core.plan import Footprint
 from dlo_core.progress import LoadProgress
 from dlo_core.registry import hookimpl
 from dlo_core.stats import BlockState, BlockStats, Stats
+from dlo_core.topology import Topology
+from dlo_core.topology_report import TopologyReport
 
 __all__ = [
     "AgreementError",
@@ -55,6 +57,8 @@ __all__ = [
     "OffloadConfig",
     "RestoreError",
     "Stats",
+    "Topology",
+    "TopologyReport",
     "UseError",
     "__version__",
     "hookimpl",

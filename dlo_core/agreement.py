@@ -32,10 +32,17 @@ _POLL_S = 0.0005
 
 
 class Agreement(ABC):
-    """The ranks that decide together."""
+    """The ranks that decide together.
+
+    Attributes:
+        rank: Of this process among them.
+        size: How many they are.
+        members: Their global ranks, where they are processes of one job.
+    """
 
     rank: int
     size: int
+    members: tuple[int, ...] = ()
 
     @abstractmethod
     def exchange(
@@ -133,14 +140,20 @@ class LoneAgreement(Agreement):
 class GroupAgreement(Agreement):
     """The ranks of a control group."""
 
-    def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
+    def __init__(self, group: ProcessGroup | Sequence[int], timeout_s: float) -> None:
         """Make a control group of the ranks of ``group``; all of them must come.
+
+        Args:
+            group: A process group, or the global ranks in the order of their group ranks.
+            timeout_s: How long the ranks wait for each other.
 
         Raises:
             AgreementError: A rank did not come within ``timeout_s``.
         """
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.members = tuple(dist.get_process_group_ranks(group))
+        if isinstance(group, dist.ProcessGroup):
+            group = dist.get_process_group_ranks(group)
+        self.members = tuple(group)
+        self.rank, self.size = self.members.index(dist.get_rank()), len(self.members)
         self._timeout_s = timeout_s
         self._steps = itertools.count()
         self._groups = itertools.count()

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from dlo_core.config import OffloadConfig
 from dlo_core.errors import ConfigError
 from dlo_core.hooks import offload_of
-from dlo_core.layerwise import LayerwiseOffload, agreement_of
+from dlo_core.layerwise import LayerwiseOffload
+from dlo_core.shard_group import ShardGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dlo_core.interface import Backend
-    from dlo_core.layerwise import Group
+    from dlo_core.shard_group import Group
+    from dlo_core.slicing import TpPlan
     from dlo_core.startup import Blocks, Checkpoints, Progress
+    from dlo_core.topology import Topology
 
 __all__ = ["offload", "offloaded"]
 
@@ -27,8 +30,10 @@ def offload(
     *,
     device: str | torch.device | Backend,
     group: Group | None = None,
+    topology: Topology | None = None,
     checkpoint: Checkpoints = None,
     blocks: Blocks = None,
+    tp_plan: TpPlan | None = None,
     progress: Progress = False,
     **settings: Any,
 ) -> LayerwiseOffload:
@@ -38,8 +43,11 @@ def offload(
         model: The model, or a sequence of models.
         device: A device, or a backend.
         group: The ranks that shard the weights; None: this process alone.
+        topology: The parallel groups of the job, from which the shard group follows; instead of
+            ``group``.
         checkpoint: As in ``enable``.
         blocks: As in ``enable``.
+        tp_plan: As in ``enable``.
         progress: As in ``enable``.
         **settings: Those of ``OffloadConfig``.
 
@@ -50,12 +58,14 @@ def offload(
     try:
         config = OffloadConfig.of(settings)
     except ConfigError as error:
-        _refuse_together(group, error)
+        _refuse_together(group, topology, settings, error)
         raise
-    made = LayerwiseOffload(config, device=device, group=group)
+    made = LayerwiseOffload(config, device=device, group=group, topology=topology)
     models = tuple(model) if isinstance(model, list | tuple) else (model,)
     try:
-        return made.enable(*models, checkpoint=checkpoint, blocks=blocks, progress=progress)
+        return made.enable(
+            *models, checkpoint=checkpoint, blocks=blocks, tp_plan=tp_plan, progress=progress
+        )
     except BaseException:
         made.shutdown()
         raise
@@ -67,9 +77,22 @@ def offloaded(model: nn.Module) -> LayerwiseOffload | None:
     return found if isinstance(found, LayerwiseOffload) else None
 
 
-def _refuse_together(group: Group | None, error: ConfigError) -> None:
+def _refuse_together(
+    group: Group | None,
+    topology: Topology | None,
+    settings: dict[str, Any],
+    error: ConfigError,
+) -> None:
     """Tell the other ranks, which are on their way to the first vote, of a bad setting here."""
-    agreement = agreement_of(group, OffloadConfig().load_timeout_s)
+    gathers = settings.get("use_allgather") is not False
+    within = "node" if gathers and settings.get("shard_within") == "node" else None
+    config = OffloadConfig(use_allgather=gathers, shard_within=within)
+    try:
+        shard_group = ShardGroup.of(config, group, topology)
+    except ConfigError:
+        # It is rejected on every rank, so nobody waits.
+        return
+    agreement = shard_group.meet(config.load_timeout_s)
     try:
         agreement.vote(error, "offload()")
     finally:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from dlo_core.dtensor import is_dtensor, with_local
 from dlo_core.errors import UseError
+from dlo_core.fsdp import ManagedBinding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,23 +32,31 @@ class Placeholder(torch.Tensor):
 
     dlo_name: str
     dlo_reason: str
+    device_mesh: Any
+    placements: Any
 
     @staticmethod
     def __new__(
         cls: type[Placeholder], like: torch.Tensor, spec: TensorSpec, device: torch.device
     ) -> Placeholder:
-        """Make a placeholder for ``like``, as ``spec`` lays it out, on ``device``."""
+        """Make a placeholder for ``like``, as ``spec`` lays it out, on ``device``.
+
+        One for a DTensor has its global shape, and ``device_mesh`` and ``placements``.
+        """
+        spread: Any = like if is_dtensor(like) else None
         with torch.inference_mode(False):
             made: Placeholder = torch.Tensor._make_wrapper_subclass(
                 cls,
-                spec.shape,
-                strides=spec.stride,
+                spec.shape if spread is None else spread.shape,
+                strides=spec.stride if spread is None else spread.stride(),
                 dtype=spec.dtype,
                 device=device,
                 requires_grad=like.requires_grad,
             )
         made.dlo_name = spec.name
         made.dlo_reason = "its block streams and does not compute now"
+        if spread is not None:
+            made.device_mesh, made.placements = spread.device_mesh, spread.placements
         if isinstance(like, nn.Parameter):
             made._is_param = True
         return made
@@ -87,6 +97,14 @@ class Placeholder(torch.Tensor):
     def untyped_storage(self) -> NoReturn:
         """Raise: there is no memory."""
         self._refuse("untyped_storage()")
+
+    def to_local(self, **kwargs: Any) -> NoReturn:
+        """Raise: the values are not here."""
+        self._refuse("to_local()")
+
+    def full_tensor(self, **kwargs: Any) -> NoReturn:
+        """Raise: the values are not here."""
+        self._refuse("full_tensor()")
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Raise: the values are not here."""
@@ -145,14 +163,17 @@ class BlockBinding:
         self._owned = tuple(owned)
         self._layout = layout
         self.placeholders = tuple(
-            Placeholder(item.tensor, spec, device)
+            Placeholder(item.original if item.managed is None else item.tensor, spec, device)
             for item, spec in zip(self._owned, layout.tensors, strict=True)
         )
         self._places = [
             (entry.table, entry.key, number)
             for number, item in enumerate(self._owned)
             for entry in item.entries
+            if item.managed is None
         ]
+        managed = [(n, item.managed) for n, item in enumerate(self._owned) if item.managed]
+        self._managed = ManagedBinding(block, managed)
         self._entries = self._places
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._bound: tuple[torch.Tensor, ...] = ()
@@ -187,6 +208,7 @@ class BlockBinding:
         """Put the placeholders in: dict assignments only."""
         for table, key, number in self._entries:
             table[key] = self.placeholders[number]
+        self._managed.attach(self.placeholders)
 
     def close(self, reason: str) -> None:
         """Let the views go and make every placeholder say ``reason``."""
@@ -215,9 +237,10 @@ class BlockBinding:
             # Some operators choose their kernel by this flag, in every grad mode.
             if view.requires_grad != self.placeholders[number].requires_grad:
                 view.requires_grad_(not view.requires_grad)
+        self._before = buffer_state(slot.buffer)
+        self._managed.bind(views, self.placeholders)
         for table, key, number in self._entries:
             table[key] = views[number]
-        self._before = buffer_state(slot.buffer)
 
     def unbind(self, slot: Slot, *, raised: bool = False) -> None:
         """Put the placeholders back.
@@ -237,6 +260,7 @@ class BlockBinding:
                 table[key] = self.placeholders[number]
             else:
                 replaced = number
+        self._managed.unbind(self.placeholders)
         if raised:
             return
         if replaced is not None:
@@ -263,8 +287,10 @@ class BlockBinding:
         with torch.inference_mode(False), torch.no_grad():
             for item, spec in zip(self._owned, self._layout.tensors, strict=True):
                 view = spec.view(slot.buffer)
-                if item.is_parameter:
-                    view = nn.Parameter(view, requires_grad=item.tensor.requires_grad)
+                if item.managed is None:
+                    view = with_local(item.original, view)
+                    if item.is_parameter:
+                        view = nn.Parameter(view, requires_grad=item.original.requires_grad)
                 made.append(view)
         return tuple(made)
 
@@ -278,8 +304,9 @@ class BlockBinding:
                 self._raise_changed()
 
     def _check_grad(self) -> None:
-        for placeholder in self.placeholders:
-            if placeholder.requires_grad:
+        for item, placeholder in zip(self._owned, self.placeholders, strict=True):
+            theirs = item.managed is not None and item.managed.parameter.requires_grad
+            if theirs or placeholder.requires_grad:
                 raise UseError(
                     f"offloaded weights have no gradients, but {placeholder.dlo_name!r} requires "
                     "one "

@@ -30,6 +30,9 @@ class OffloadConfig:
         host: Kind of host memory: ``"pinned"``, ``"pageable"``, or None for the best that the
             backend
             has.
+        shard_within: ``"node"``: the shards are spread over those ranks of the shard group that are
+            on one node, so that no weights travel between nodes and each node has a whole copy.
+            None: over the whole group.
         timeout_s: Seconds that one fill may take.
         load_timeout_s: Seconds that the ranks wait for each other while loading.
         strict: Whether a checkpoint that does not fit the model is an error. False: the model's own
@@ -41,6 +44,7 @@ class OffloadConfig:
     stages: int = 2
     resident: tuple[str, ...] = ()
     host: str | None = None
+    shard_within: str | None = None
     timeout_s: float = 600.0
     load_timeout_s: float = 1800.0
     strict: bool = True
@@ -65,6 +69,13 @@ class OffloadConfig:
         if self.host is not None and self.host not in HOST_TIERS:
             known = ", ".join(map(repr, HOST_TIERS))
             raise ConfigError(f"host must be one of {known}, or None; got {self.host!r}")
+        if self.shard_within not in (None, "node"):
+            raise ConfigError(f"shard_within must be 'node' or None; got {self.shard_within!r}")
+        if self.shard_within and not self.use_allgather:
+            raise ConfigError(
+                "shard_within='node' says who shares the weights, and with use_allgather=False "
+                "nobody does; leave one of the two out"
+            )
         for name in ("timeout_s", "load_timeout_s"):
             _check_seconds(name, getattr(self, name))
         if isinstance(self.resident, str):

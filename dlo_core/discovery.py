@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from dlo_core.errors import ConfigError
+from dlo_core.fsdp import is_managed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -212,7 +213,11 @@ def _by_class_names(model: nn.Module) -> list[FoundBlock]:
             if _is_below_any(name, names):
                 continue
             for key, child in container.named_children():
-                if type(child).__name__ in classes and _is_called(child) and id(child) not in found:
+                if (
+                    _kind(child).__name__ in classes
+                    and _is_called(child)
+                    and id(child) not in found
+                ):
                     found[id(child)] = FoundBlock(_join(name, key), child)
                     names.add(_join(name, key))
         if found:
@@ -242,8 +247,10 @@ def _by_rule(model: nn.Module) -> list[FoundBlock]:
 
 
 def _kind(module: nn.Module) -> type:
-    """Return the class of a module; a parametrized one has a class of its own made from it."""
+    """Return the class of a module, before parametrize or ``fully_shard`` made one from it."""
     kind = type(module)
+    if is_managed(module):
+        kind = kind.__bases__[-1]
     return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 

@@ -2,7 +2,8 @@
 
 A tensor streams when it is a parameter (or a buffer above 1 MiB) of exactly one block. All others
 stay on the device: what is outside of the blocks, small buffers, tensors tied across blocks or with
-the outside, and what the caller names in ``resident=``.
+the outside, and what the caller names in ``resident=``. Of these, what ``fully_shard`` manages is
+left alone: FSDP has it on the device.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dlo_core.dtensor import is_dtensor, local_of
 from dlo_core.errors import ConfigError
+from dlo_core.fsdp import ManagedParameter, find_managed
 from dlo_core.layout import span_nbytes
 
 if TYPE_CHECKING:
@@ -62,15 +65,23 @@ class Owned:
     """One tensor that dlo takes care of, under all of its names.
 
     Attributes:
-        tensor: The first object that stands for it.
+        tensor: The first object that stands for it; of a DTensor its local part, of a managed
+            parameter the run from which FSDP gathers.
         entries: Where it hangs; more than one where it is tied.
         users: Numbers of the blocks that use it; -1 for the outside.
+        managed: What ``fully_shard`` knows of it; None: it does not manage this tensor.
         is_parameter: Whether it is a parameter.
     """
 
     tensor: torch.Tensor
     entries: list[Entry] = field(default_factory=list)
     users: set[int] = field(default_factory=set)
+    managed: ManagedParameter | None = None
+
+    @property
+    def original(self) -> torch.Tensor:
+        """The first object that hung in the model."""
+        return self.entries[0].original
 
     @property
     def is_parameter(self) -> bool:
@@ -107,7 +118,7 @@ class Inventory:
     Attributes:
         blocks: The blocks that stream something, in registration order.
         streamed: The tensors of each block.
-        remainder: The tensors that stay on the device.
+        remainder: The tensors that stay on the device, without those that FSDP keeps there.
     """
 
     blocks: tuple[FoundBlock, ...]
@@ -146,15 +157,18 @@ def take_inventory(
     owned = list(collect(model, blocks))
     for item in owned:
         for entry in item.entries:
-            check_plain(entry.name, entry.original, device_type)
+            if item.managed is None:
+                check_plain(entry.name, entry.original, device_type)
     keep = _resident_test(owned, resident)
     streamed: list[list[Owned]] = [[] for _ in blocks]
     remainder: list[Owned] = []
     for item in owned:
         if _streams(item, stored) and not keep(item):
             streamed[next(iter(item.users))].append(item)
-        else:
+        elif item.managed is None:
             remainder.append(item)
+    for block, tensors in zip(blocks, streamed, strict=True):
+        _settle_managed(model, block, [item for item in owned if item.managed], tensors)
     _check_aliases(model, streamed)
     pairs = [(b, tuple(t)) for b, t in zip(blocks, streamed, strict=True) if t]
     if not pairs:
@@ -170,6 +184,7 @@ def collect(model: nn.Module, blocks: Sequence[FoundBlock]) -> Iterator[Owned]:
     """Yield every tensor once, in registration order, with all the blocks that use it."""
     found: dict[object, Owned] = {}
     by_place: dict[tuple[int, str], Owned] = {}
+    managed = {place: found for found in find_managed(model) for place in found.places}
     block_of = {id(block.module): number for number, block in enumerate(blocks)}
     users: dict[str, int] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -183,7 +198,10 @@ def collect(model: nn.Module, blocks: Sequence[FoundBlock]) -> Iterator[Owned]:
                 place = (id(table), key)
                 item = by_place.get(place)
                 if item is None:
-                    item = found.setdefault(_identity(tensor), Owned(tensor))
+                    theirs = managed.get(place)
+                    same = _identity(tensor) if theirs is None else id(theirs)
+                    fresh = Owned(local_of(tensor), managed=theirs)
+                    item = found.setdefault(same, fresh)
                     by_place[place] = item
                     hidden = table is module._buffers and key in module._non_persistent_buffers_set
                     name = f"{path}.{key}" if path else key
@@ -202,7 +220,41 @@ def _identity(tensor: torch.Tensor) -> object:
     return (tensor.device, tensor.data_ptr(), shape, stride, tensor.dtype)
 
 
+def _settle_managed(
+    model: nn.Module, block: FoundBlock, managed: Sequence[Owned], streamed: Sequence[Owned]
+) -> None:
+    """Prepare what ``fully_shard`` manages in a block to stream: its part, not its parameter.
+
+    Raises:
+        ConfigError: It is not gathered by the block alone, or cannot stream; names it.
+    """
+    inside = {id(module) for module in block.module.modules()}
+    mine = {id(item) for item in streamed}
+    for item in streamed:
+        if item.managed is None:
+            continue
+        unit = item.managed.unit
+        apart = [other for other in managed if other.managed and other.managed.unit is unit]
+        if id(unit) not in inside or any(
+            id(other) not in mine and other.users != item.users for other in apart
+        ):
+            raise ConfigError(
+                f"{item.name!r} is gathered by fully_shard together with weights outside of block "
+                f"{block.name!r}, before its block runs; apply fully_shard() to every block, and "
+                "then to the model"
+            )
+        item.managed.check(item.name, model)
+        item.managed.settle()
+        item.tensor = item.managed.data
+
+
 def check_plain(name: str, tensor: torch.Tensor, device_type: str) -> None:
+    """Refuse a tensor that is not plain bytes on the host; a DTensor's local part may be anywhere.
+
+    Raises:
+        ConfigError: Names the tensor, what it is, and the remedy.
+    """
+    spread, tensor = tensor, local_of(tensor)
     kind = type(tensor)
     if kind not in _PLAIN:
         raise ConfigError(
@@ -224,7 +276,13 @@ def check_plain(name: str, tensor: torch.Tensor, device_type: str) -> None:
             f"{name!r} {problem}; only plain strided tensors that were made outside of inference "
             "mode can be offloaded"
         )
-    check_host(name, tensor.device, device_type)
+    if not is_dtensor(spread):
+        check_host(name, tensor.device, device_type)
+    elif (mesh := spread.device_mesh.device_type) != device_type:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"{name!r} is a DTensor on a mesh of the device {mesh!r}, and offload() computes on "
+            f"{device_type!r}; use one device for both"
+        )
 
 
 def check_host(name: str, device: torch.device, device_type: str) -> None:

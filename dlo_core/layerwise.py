@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlo_core.agreement import Agreement, GroupAgreement, LoneAgreement, check_member
 from dlo_core.errors import ConfigError, DloError, DloWarning, RestoreError, UseError
 from dlo_core.registry import resolve
+from dlo_core.shard_group import ShardGroup
 from dlo_core.startup import Request, Startup
 from dlo_core.trace import collect_stats
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import TracebackType
 
-    from torch.distributed import ProcessGroup
-
+    from dlo_core.agreement import Agreement
     from dlo_core.config import OffloadConfig
     from dlo_core.engine import Engine
     from dlo_core.interface import Backend
     from dlo_core.plan import Footprint
+    from dlo_core.shard_group import Group
+    from dlo_core.slicing import TpPlan
     from dlo_core.startup import Blocks, Checkpoints, Progress
     from dlo_core.stats import Stats
+    from dlo_core.topology import Topology
 
-    Group = ProcessGroup | Agreement
-
-__all__ = ["LayerwiseOffload", "agreement_of"]
+__all__ = ["LayerwiseOffload"]
 
 _logger = logging.getLogger("dlo")
 _SHUT_DOWN = (
@@ -53,23 +53,28 @@ class LayerwiseOffload:
         *,
         device: str | torch.device | Backend,
         group: Group | None = None,
+        topology: Topology | None = None,
     ) -> None:
-        """Find the backend and agree with the ranks of ``group``, which must all call this.
+        """Find the backend and agree with the ranks of the shard group, which must all call this.
 
         Args:
             config: The settings.
             device: A device, or a backend.
             group: The ranks that shard the weights; it says who takes part and never carries dlo's
                 traffic. None: this process alone.
+            topology: The parallel groups of the job, from which the shard group follows; instead
+                of ``group``.
 
         Raises:
-            ConfigError: This process is not in ``group``, or the backend cannot honour a setting.
+            ConfigError: This process is not in ``group``, the topology rejects the settings, or the
+                backend cannot honour one.
             BackendError: There is no usable backend for ``device``.
             AgreementError: A rank did not answer.
         """
         self._config = config
-        self._group = group
-        agreement = agreement_of(group, config.load_timeout_s)
+        self._topology = topology
+        self._shard_group = ShardGroup.of(config, group, topology)
+        agreement = self._shard_group.meet(config.load_timeout_s)
         self._agreement: Agreement | None = agreement
         self._rank, self._size = agreement.rank, agreement.size
         self._engine: Engine | None = None
@@ -77,10 +82,12 @@ class LayerwiseOffload:
         self._footprint: Footprint | None = None
         self._shut_down = False
         self._backend = self._find_backend(device, agreement)
-        if group is None and _world_size() > 1:
+        alone = group is None and topology is None
+        if alone and config.use_allgather and _world_size() > 1:
             warnings.warn(
                 f"offload() without group= in a job of {_world_size()} ranks: every rank keeps all "
-                "of its weights on the host; pass group= to shard them",
+                "of its weights on the host; pass group= or topology= to shard them, or "
+                "use_allgather=False to say so",
                 DloWarning,
                 stacklevel=3,
             )
@@ -102,8 +109,13 @@ class LayerwiseOffload:
 
     @property
     def group(self) -> Group | None:
-        """The shard group as it was given."""
-        return self._group
+        """The shard group, as it was given or as the topology has it; None: this process alone."""
+        return self._shard_group.group
+
+    @property
+    def topology(self) -> Topology | None:
+        """The topology as it was given."""
+        return self._topology
 
     @property
     def rank(self) -> int:
@@ -143,6 +155,7 @@ class LayerwiseOffload:
         *models: nn.Module,
         checkpoint: Checkpoints = None,
         blocks: Blocks = None,
+        tp_plan: TpPlan | None = None,
         progress: Progress = False,
     ) -> LayerwiseOffload:
         """Offload ``models``: all ranks succeed, or all raise and every model is as it was.
@@ -154,6 +167,11 @@ class LayerwiseOffload:
             blocks: Names of the containers of blocks in run order, or a function from the model to
                 its
                 blocks; None: the model's own declaration, else found.
+            tp_plan: Which part of each tensor of the checkpoint a tensor-parallel rank has:
+                ``"placements"``, as the model's DTensors say; or by dotted name, with ``*`` for
+                anything, the dimension that is cut, or (dimension, parts) where so many equal
+                parts (query, key and value, say) lie in the tensor one behind the other. Tensors
+                that it does not name are whole on every rank.
             progress: True for a bar on a terminal, or a function that is given ``LoadProgress``; an
                 exception from it cancels on every rank.
 
@@ -166,11 +184,11 @@ class LayerwiseOffload:
         problem = self._why_not_enable()
         if self._shut_down:
             raise UseError("this offload was shut down; make a new one")
-        agreement = self._agreement = self._agreement or agreement_of(
-            self._group, self._config.load_timeout_s
+        agreement = self._agreement = self._agreement or self._shard_group.meet(
+            self._config.load_timeout_s
         )
         startup = Startup(self._config, backend=self._backend, agreement=agreement)
-        request = Request(models, checkpoint, blocks, progress)
+        request = Request(models, checkpoint, blocks, progress, tp_plan, self._tp())
         engine, self._footprint = startup.run(request, problem)
         engine.commit(self)
         self._models = models
@@ -302,6 +320,11 @@ class LayerwiseOffload:
     def _extra(self) -> dict[str, int]:
         return {"rank": self.rank}
 
+    def _tp(self) -> tuple[int, int]:
+        """Return the rank in the tensor-parallel group, and its size."""
+        topology = self._topology
+        return (0, 1) if topology is None else (topology.tp_rank, topology.sizes.tp)
+
     def _where(self) -> str:
         return f" on rank {self.rank} of {self.size}" if self.size > 1 else ""
 
@@ -375,23 +398,6 @@ class LayerwiseOffload:
             "; no checkpoint to restore from: disable() needs all ranks" if needs_all else "",
             extra=self._extra,
         )
-
-
-def agreement_of(group: Group | None, timeout_s: float) -> Agreement:
-    """Return how the ranks of ``group`` agree; all of them must call this.
-
-    Raises:
-        ConfigError: This process is not in ``group``.
-        AgreementError: A rank did not come within ``timeout_s``.
-    """
-    if group is None:
-        return LoneAgreement()
-    if isinstance(group, Agreement):
-        return group
-    member = check_member(group)
-    if dist.get_world_size(member) == 1:
-        return LoneAgreement()
-    return GroupAgreement(member, timeout_s)
 
 
 def _world_size() -> int:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from dlo_core.config import OffloadConfig
+    from dlo_core.slicing import Slicing
 
 __all__ = ["Footprint", "ModelPlan", "plan_model", "predict", "sample_values"]
 
@@ -102,6 +103,7 @@ def plan_model(
     size: int,
     alignment: int,
     device_type: str,
+    slicing: Slicing | None = None,
 ) -> ModelPlan:
     """Decide everything about ``model``; nothing is allocated, nothing is changed.
 
@@ -113,6 +115,7 @@ def plan_model(
         size: Ranks over which each block is cut; 1 in rank-local mode.
         alignment: In bytes, of tensors and shards.
         device_type: Of the compute device.
+        slicing: How a tensor-parallel rank's part is cut out of the checkpoint.
 
     Raises:
         ConfigError: The model cannot be offloaded like this.
@@ -129,7 +132,7 @@ def plan_model(
         stored=None if opened is None else frozenset(opened.tensors),
         device_type=device_type,
     )
-    sources, opened = _prove(model, inventory, opened, config)
+    sources, opened = _prove(model, inventory, opened, config, slicing)
     layouts = tuple(
         BlockLayout.pack(block.name, (_spec(item, sources) for item in owned), alignment)
         for block, owned in zip(inventory.blocks, inventory.streamed, strict=True)
@@ -158,12 +161,16 @@ def _open(
 
 
 def _prove(
-    model: nn.Module, inventory: Inventory, opened: Checkpoint | None, config: OffloadConfig
+    model: nn.Module,
+    inventory: Inventory,
+    opened: Checkpoint | None,
+    config: OffloadConfig,
+    slicing: Slicing | None,
 ) -> tuple[dict[str, Source], Checkpoint | None]:
     if opened is None:
         return prove_module(inventory), None
     try:
-        return prove_checkpoint(inventory, opened), opened
+        return prove_checkpoint(inventory, opened, slicing), opened
     except CheckpointError as error:
         if config.strict or any(t.is_meta for t in _tensors(model)):
             raise

@@ -35,7 +35,7 @@ def new_tensors(
     """
     fresh = []
     for item in collect(model, ()):
-        if isinstance(item.tensor, Placeholder):
+        if item.managed is not None or isinstance(item.tensor, Placeholder):
             continue
         if all((id(entry.table), entry.key) in known for entry in item.entries):
             continue

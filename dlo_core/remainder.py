@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dlo_core.binding import Placeholder
+from dlo_core.dtensor import is_dtensor, local_of, set_local, with_local
 from dlo_core.restore import give_back, give_back_meta, let_go
 
 if TYPE_CHECKING:
@@ -96,10 +97,11 @@ class _Resident:
         self._fresh: dict[int, torch.Tensor] = {}
         for entry in item.entries:
             original = entry.original
-            if original.is_meta or not torch._has_compatible_shallow_copy_type(
+            movable = is_dtensor(original) or torch._has_compatible_shallow_copy_type(
                 original, self._view
-            ):
-                made = self._view
+            )
+            if original.is_meta or not movable:
+                made = with_local(original, self._view)
                 if isinstance(original, nn.Parameter):
                     made = nn.Parameter(made, original.requires_grad)
                 self._fresh.setdefault(id(original), made)
@@ -114,7 +116,7 @@ class _Resident:
         for entry in self._item.entries:
             fresh = self._fresh.get(id(entry.original))
             if fresh is None:
-                entry.original.data = self._view
+                set_local(entry.original, self._view)
             else:
                 entry.table[entry.key] = fresh
 
@@ -135,7 +137,7 @@ class _Resident:
         )
 
     def on_host(self) -> torch.Tensor:
-        now = self.tensor
+        now = local_of(self.tensor)
         host = torch.empty_strided(now.shape, now.stride(), dtype=now.dtype, device="cpu")
         host.copy_(now)
         return host

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from dlo_core.dtensor import local_of, set_local, with_local
 from dlo_core.rawbytes import bytes_of, move_bytes
 
 if TYPE_CHECKING:
@@ -20,9 +21,13 @@ __all__ = ["empty_host_run", "give_back", "give_back_meta", "let_go", "tensor_fr
 
 def let_go(item: Owned) -> None:
     """Free the memory of the original tensors, which stay as objects."""
+    if item.managed is not None:
+        item.tensor.data = torch.empty(0, dtype=item.tensor.dtype, device=item.tensor.device)
+        return
     for entry in item.entries:
         if not entry.original.is_meta:
-            entry.original.data = torch.empty(0, dtype=entry.original.dtype, device="cpu")
+            local = local_of(entry.original)
+            local.data = torch.empty(0, dtype=local.dtype, device="cpu")
 
 
 def give_back(
@@ -39,6 +44,9 @@ def give_back(
         ours: Tells whether what hangs in a place now was put there by dlo.
         requires_grad: Of the parameter, as it was last set.
     """
+    if item.managed is not None:
+        item.managed.point_at(host.to(item.managed.parameter.device))
+        return
     fresh: dict[int, torch.Tensor] = {}
     for entry in item.entries:
         original = entry.original
@@ -47,7 +55,7 @@ def give_back(
                 fresh[id(original)] = _like(original, host, requires_grad)
             mine = fresh[id(original)]
         else:
-            original.data = host
+            set_local(original, host)
             if isinstance(original, nn.Parameter):
                 original.requires_grad_(requires_grad)
             mine = original
@@ -56,7 +64,12 @@ def give_back(
 
 
 def give_back_meta(item: Owned, spec: TensorSpec, *, ours: Callable[[object], bool]) -> None:
-    """Put tensors without values back under all names of ``item``; originals where they were."""
+    """Put tensors without values back under all names of ``item``; originals where they were.
+
+    A managed parameter cannot be without values; its placeholder stays and says why.
+    """
+    if item.managed is not None:
+        return
     fresh: dict[int, torch.Tensor] = {}
     for entry in item.entries:
         original = entry.original
@@ -87,4 +100,5 @@ def tensor_from(spec: TensorSpec, run: torch.Tensor) -> torch.Tensor:
 
 
 def _like(original: torch.Tensor, values: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    values = with_local(original, values)
     return nn.Parameter(values, requires_grad) if isinstance(original, nn.Parameter) else values

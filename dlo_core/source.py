@@ -20,8 +20,16 @@ if TYPE_CHECKING:
     from dlo_core.checkpoint import Checkpoint
     from dlo_core.inventory import Inventory, Owned
     from dlo_core.layout import TensorSpec
+    from dlo_core.slicing import Cut, Slicing
 
-__all__ = ["ModuleTensor", "Source", "StoredTensor", "prove_checkpoint", "prove_module"]
+__all__ = [
+    "ModuleTensor",
+    "SlicedTensor",
+    "Source",
+    "StoredTensor",
+    "prove_checkpoint",
+    "prove_module",
+]
 
 _SHOWN = 5
 
@@ -50,7 +58,9 @@ class ModuleTensor:
 
     def read(self, spec: TensorSpec, start: int, stop: int, out: torch.Tensor) -> None:
         """Copy from the tensor."""
-        move_bytes(out, bytes_of(self.tensor, spec.nbytes)[start:stop])
+        part = bytes_of(self.tensor, spec.nbytes)[start:stop]
+        # The local part of a DTensor lies on the device.
+        move_bytes(out, part.cpu())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +90,38 @@ class StoredTensor:
             move_bytes(out, bytes_of(laid, spec.nbytes)[start:stop])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SlicedTensor(StoredTensor):
+    """The bytes of one rank's slice of a tensor in a checkpoint."""
+
+    cut: Cut
+
+    def read(self, spec: TensorSpec, start: int, stop: int, out: torch.Tensor) -> None:
+        """Read just these bytes; a tensor that is not row-major is read whole and laid out."""
+        if spec.row_major:
+            self._read_dense(start, stop, out)
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            dense = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+            self._read_dense(0, dense.nbytes, bytes_of(dense, dense.nbytes))
+            laid = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
+            laid.copy_(dense)
+            move_bytes(out, bytes_of(laid, spec.nbytes)[start:stop])
+
+    def _read_dense(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """Read bytes ``[start, stop)`` of the slice as row-major bytes, run by run."""
+        stored = self.checkpoint.tensors[self.key]
+        first, nbytes, distance = self.cut.runs(tuple(stored.shape), stored.dtype.itemsize)
+        at = start
+        while at < stop:
+            run, within = divmod(at, nbytes)
+            end = min(stop, (run + 1) * nbytes)
+            place = first + run * distance + within
+            part = _memory(out[at - start : end - start])
+            self.checkpoint.read(self.key, place, place + end - at, part)
+            at = end
+
+
 def _memory(run: torch.Tensor) -> memoryview:
     array: Any = run.numpy()
     return memoryview(array)
@@ -101,13 +143,21 @@ def prove_module(inventory: Inventory) -> dict[str, Source]:
     return {item.name: ModuleTensor(item.tensor) for item in inventory.owned()}
 
 
-def prove_checkpoint(inventory: Inventory, checkpoint: Checkpoint) -> dict[str, Source]:
+def prove_checkpoint(
+    inventory: Inventory, checkpoint: Checkpoint, slicing: Slicing | None = None
+) -> dict[str, Source]:
     """Return a source for every tensor, by its first name, having compared all headers.
 
     A tensor that the checkpoint names under any of its tied names comes from there. A buffer that
     it lacks comes from the module.
 
+    Args:
+        inventory: The tensors.
+        checkpoint: Where they come from.
+        slicing: Which part of each this tensor-parallel rank has; None: all of it.
+
     Raises:
+        ConfigError: ``slicing`` names what is not there.
         CheckpointError: A tensor is missing, unknown, or has another shape or dtype; names them all
             up to a few.
     """
@@ -120,14 +170,20 @@ def prove_checkpoint(inventory: Inventory, checkpoint: Checkpoint) -> dict[str, 
         keys = [name for name in item.names if name in checkpoint.tensors]
         used.update(keys)
         if keys:
-            problems += _compare(item, keys, checkpoint)
-            sources[item.name] = StoredTensor(checkpoint, keys[0])
+            cut = None
+            if slicing is not None:
+                cut = slicing.cut_of(item, tuple(checkpoint.tensors[keys[0]].shape))
+            problems += _compare(item, keys, checkpoint, cut)
+            stored = StoredTensor(checkpoint, keys[0])
+            sources[item.name] = stored if cut is None else SlicedTensor(checkpoint, keys[0], cut)
         elif item.persistent:
             missing.append(item.name)
         elif item.tensor.is_meta:
             lost_buffers.append(item.name)
         else:
             sources[item.name] = ModuleTensor(item.tensor)
+    if slicing is not None:
+        slicing.check_used()
     unknown = [key for key in checkpoint.tensors if key not in used]
     if missing:
         problems.append(f"{_listed(missing)} missing from it")
@@ -146,13 +202,17 @@ def prove_checkpoint(inventory: Inventory, checkpoint: Checkpoint) -> dict[str, 
     return sources
 
 
-def _compare(item: Owned, keys: Sequence[str], checkpoint: Checkpoint) -> list[str]:
+def _compare(
+    item: Owned, keys: Sequence[str], checkpoint: Checkpoint, cut: Cut | None
+) -> list[str]:
     problems = []
     for key in keys:
         stored = checkpoint.tensors[key]
-        if tuple(stored.shape) != tuple(item.tensor.shape):
+        shape = tuple(stored.shape) if cut is None else cut.shape_of(stored.shape)
+        if shape != tuple(item.tensor.shape):
+            part = "" if cut is None else f", of which this rank has {shape}"
             problems.append(
-                f"{key!r} has shape {tuple(stored.shape)}, the model wants "
+                f"{key!r} has shape {tuple(stored.shape)}{part}, the model wants "
                 f"{tuple(item.tensor.shape)}"
             )
         first = checkpoint.tensors[keys[0]]

@@ -13,6 +13,7 @@ from dlo_core._version import __version__
 from dlo_core.agreement import agree_on
 from dlo_core.binding import Placeholder
 from dlo_core.collective import LoneCollective, release_group
+from dlo_core.compatibility import check_parallel
 from dlo_core.engine import Engine
 from dlo_core.errors import ConfigError
 from dlo_core.hooks import offload_of
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from dlo_core.config import OffloadConfig
     from dlo_core.interface import Backend, Collective
     from dlo_core.progress import LoadProgress
+    from dlo_core.slicing import TpPlan
 
     Path = str | os.PathLike[str]
     Checkpoints = Path | Sequence[Path | None] | None
@@ -36,12 +38,23 @@ __all__ = ["Request", "Startup"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What ``enable`` was asked for."""
+    """What ``enable`` was asked for.
+
+    Attributes:
+        models: As in ``enable``.
+        checkpoint: As in ``enable``.
+        blocks: As in ``enable``.
+        progress: As in ``enable``.
+        tp_plan: As in ``enable``.
+        tp: Rank in the tensor-parallel group, and its size.
+    """
 
     models: tuple[nn.Module, ...]
     checkpoint: Checkpoints
     blocks: Blocks
     progress: Progress
+    tp_plan: TpPlan | None = None
+    tp: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +135,13 @@ class Startup:
             raise ConfigError("the same model was given twice")
         _check_disjoint(models)
         for model, path in zip(models, _one_each(request.checkpoint, len(models)), strict=True):
+            slicing = check_parallel(
+                model,
+                members=self._agreement.members if self.gathers else (),
+                stored=path is not None,
+                tp_plan=request.tp_plan,
+                tp=request.tp,
+            )
             plans.append(
                 plan_model(
                     model,
@@ -131,6 +151,7 @@ class Startup:
                     size=self._agreement.size if self.gathers else 1,
                     alignment=self._backend.capabilities.alignment,
                     device_type=self._backend.name,
+                    slicing=slicing,
                 )
             )
 
