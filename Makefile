@@ -20,7 +20,7 @@ DEMO_ARGS ?=
 help:
 	@echo "make demo      run a trained diffusion transformer, streamed over 2 ranks, with proof"
 	@echo "make test      lint, types, tests against the wheel, tests of the core alone, docs"
-	@echo "make test-all  the same, then the slow tests and the zoo of diffusers models"
+	@echo "make test-all  the same, then the slow tests, the zoo of diffusers models, every parallelism"
 	@echo "make docs      build the documentation into site/"
 	@echo "make dev       put every tool of a contributor into .venv, and the pre-commit hooks"
 	@echo "make clean     delete what these targets made"
@@ -35,6 +35,7 @@ test: $(VENV)/.tox
 test-all: test
 	$(BIN)/tox run -e $(PY_ENV) -- -m slow
 	$(BIN)/tox run -e zoo
+	$(BIN)/tox run -e parallel
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict

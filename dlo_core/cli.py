@@ -1,4 +1,4 @@
-"""The command ``dlo``: what a machine can do, and a demonstration."""
+"""The command ``dlo``: what a machine can do, who shares weights, and a demonstration."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from dlo_core._version import __version__
+from dlo_core.config import OffloadConfig
+from dlo_core.errors import ConfigError
 from dlo_core.interface import Backend, MemoryInfo
+from dlo_core.parallel import Sizes
 from dlo_core.registry import BackendStatus, installed
+from dlo_core.topology_report import report_all
 
 __all__ = ["app", "main"]
 
@@ -132,6 +136,57 @@ def demo(
     from dlo_core.demo.run import demo as run_demo
 
     raise typer.Exit(run_demo(ranks, depth, use_allgather, out, json))
+
+
+@app.command()
+def topology(
+    dp: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
+    sp: Annotated[int, typer.Option(help="Sequence-parallel ranks.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    hsdp: Annotated[
+        str, typer.Option(metavar="RxS", help="Replicas of fully_shard x ranks that shard one.")
+    ] = "1x1",
+    use_allgather: Annotated[
+        bool,
+        typer.Option(
+            "--use-allgather/--no-use-allgather",
+            help="Share the weights where the rules say so, or nowhere.",
+        ),
+    ] = True,
+    shard_within: Annotated[
+        str | None, typer.Option(metavar="node", help="Share them within a node only.")
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="Neighbouring ranks on one node; all of them if left out.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show which ranks of a job would share weights with which, and why; starts no process.
+
+    The exit status is 1 when the combination is rejected.
+    """
+    try:
+        config = OffloadConfig(use_allgather=use_allgather, shard_within=shard_within)
+        report = report_all(
+            Sizes(dp, sp, tp, _pair(hsdp)),
+            use_allgather=config.use_allgather,
+            shard_within=config.shard_within,
+            ranks_per_node=ranks_per_node,
+        )
+    except ConfigError as error:
+        rejected = {"mode": "rejected", "reason": str(error)}
+        typer.echo(json_.dumps(rejected, indent=2) if json else f"rejected: {error}")
+        raise typer.Exit(1) from None
+    typer.echo(json_.dumps(report.to_dict(), indent=2) if json else str(report))
+    raise typer.Exit(int(report.mode == "rejected"))
+
+
+def _pair(text: str) -> tuple[int, int]:
+    """Return the two sizes of a text like ``2x4``."""
+    left, x, right = text.partition("x")
+    if not (x and left.isdecimal() and right.isdecimal()):
+        raise ConfigError(f"--hsdp must be replicas x shards, as in 2x4; got {text!r}")
+    return int(left), int(right)
 
 
 def main() -> None:

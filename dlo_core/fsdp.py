@@ -90,20 +90,26 @@ class ManagedParameter:
             )
         elif hasattr(self.parameter._local_tensor, "fsdp_pre_all_gather"):  # type: ignore[attr-defined]
             problem = "has an all-gather extension of its own; dequantise it, or leave it out"
+        elif type(self.data) is not torch.Tensor:
+            problem = (
+                "has no values, for they were released when its offload ended (shutdown(), or "
+                "disable(to='meta')); load the model anew"
+            )
         elif self.parameter.is_meta or self.data.is_meta:
             problem = (
                 "is managed by fully_shard and has no values; HSDP's parameters come from the "
                 "ordinary loader: load them before offload()"
             )
-        elif record._module_info.module._parameters[record._module_info.param_name] is not (
-            self.parameter
-        ):
-            problem = f"is gathered now; call reshard() of its {type(self.unit).__name__} first"
         if problem:
             raise ConfigError(f"{name!r} of {type(model).__name__} {problem}")
 
     def settle(self) -> None:
-        """Let FSDP look at its parameters for the last time; it does so once, before it gathers."""
+        """Free what is gathered, and let FSDP look at its parameters for the last time.
+
+        FSDP does so once, before it first gathers, and then goes by what it has seen.
+        """
+        unit: Any = self.unit
+        unit.reshard()
         for group in _groups(self.unit):
             group.lazy_init()
 

@@ -82,10 +82,12 @@ class LayerwiseOffload:
         self._footprint: Footprint | None = None
         self._shut_down = False
         self._backend = self._find_backend(device, agreement)
-        if group is None and topology is None and _world_size() > 1:
+        alone = group is None and topology is None
+        if alone and config.use_allgather and _world_size() > 1:
             warnings.warn(
                 f"offload() without group= in a job of {_world_size()} ranks: every rank keeps all "
-                "of its weights on the host; pass group= or topology= to shard them",
+                "of its weights on the host; pass group= or topology= to shard them, or "
+                "use_allgather=False to say so",
                 DloWarning,
                 stacklevel=3,
             )

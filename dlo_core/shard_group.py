@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from dlo_core.agreement import Agreement, GroupAgreement, LoneAgreement, check_member
-from dlo_core.errors import ConfigError
+from dlo_core.errors import AgreementError, ConfigError
 from dlo_core.parallel import split_by_node
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class ShardGroup:
 
         Raises:
             ConfigError: This process is not in the group.
-            AgreementError: A rank did not come within ``timeout_s``.
+            AgreementError: A rank did not come within ``timeout_s``, or the ranks differ in
+                ``within_node``.
         """
         group = self.group
         if group is None:
@@ -81,16 +82,24 @@ class ShardGroup:
         member = check_member(group)
         if dist.get_world_size(member) == 1:
             return LoneAgreement()
-        made = GroupAgreement(member, timeout_s)
-        return self._narrow(made, timeout_s) if self.within_node else made
-
-    def _narrow(self, whole: GroupAgreement, timeout_s: float) -> Agreement:
-        """Return the agreement of the ranks on this node; the whole group's ends."""
+        whole = GroupAgreement(member, timeout_s)
         try:
-            nodes = whole.exchange(self.node, "offload()")
-        finally:
+            told = whole.exchange((self.within_node, self.node), "offload()")
+            if len({within for within, _ in told}) > 1:
+                raise AgreementError(
+                    "offload(): the ranks of the group differ in shard_within: "
+                    + ", ".join(
+                        f"rank {r} has {'node' if w else None}" for r, (w, _) in enumerate(told)
+                    )
+                    + ". Give every rank the same settings"
+                )
+        except BaseException:
             whole.close()
-        members = split_by_node(whole.members, nodes, self.node)
+            raise
+        if not self.within_node:
+            return whole
+        whole.close()
+        members = split_by_node(whole.members, [node for _, node in told], self.node)
         if len(members) == 1:
             return LoneAgreement()
         return GroupAgreement(members, timeout_s)

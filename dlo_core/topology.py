@@ -79,24 +79,18 @@ class Topology:
             ConfigError: There is no such dimension, one stands for two things, this rank is not in
                 the mesh, or the combination is always rejected.
         """
-        names = mesh.mesh_dim_names or ()
         replicate, shard = (None, hsdp) if isinstance(hsdp, str) or hsdp is None else hsdp
-        wanted = {"dp": dp, "sp": sp, "tp": tp, "hsdp": shard, "hsdp's replicas": replicate}
-        for what, name in wanted.items():
-            if name is not None and name not in names:
-                raise ConfigError(
-                    f"{what}={name!r} is no dimension of the mesh, which has {list(names)}; a "
-                    "dimension made of several must be flattened first (mesh[...]._flatten(name))"
-                )
         _check_distinct({"dp": dp, "sp": sp, "tp": tp})
         if mesh.get_coordinate() is None:
             raise ConfigError(f"this process (global rank {dist.get_rank()}) is not in the mesh")
         groups = {
-            dim: mesh.get_group(name)
+            dim: _group_of(mesh, dim.value, name)
             for dim, name in ((Dim.DP, dp), (Dim.SP, sp), (Dim.TP, tp))
             if name is not None
         }
-        pair = tuple(None if name is None else mesh.get_group(name) for name in (replicate, shard))
+        pair = [
+            None if name is None else _group_of(mesh, "hsdp", name) for name in (replicate, shard)
+        ]
         return cls(groups, hsdp=(pair[0], pair[1]), mesh=mesh, node=node)
 
     @classmethod
@@ -280,6 +274,17 @@ class Topology:
                     f"the {first.value} and the {second.value} group of rank {dist.get_rank()} "
                     f"share the ranks {both}; two dimensions have one rank in common, this one"
                 )
+
+
+def _group_of(mesh: DeviceMesh, what: str, name: str) -> ProcessGroup:
+    """Return the group of a dimension of the mesh."""
+    names = mesh.mesh_dim_names or ()
+    if name not in names:
+        raise ConfigError(
+            f"{what}={name!r} is no dimension of the mesh, which has {list(names)}; of a dimension "
+            "that was flattened from several pass the group, to from_groups()"
+        )
+    return mesh.get_group(name)
 
 
 def _size(group: ProcessGroup | None) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from parallel_cells import CELLS, cell_id
 from ranks import run_ranks
 from safetensors.torch import save_file
 from toys import inputs, make_toy
@@ -18,7 +19,11 @@ from dlo_core._install import INSTALL, install_command
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SNIPPETS = [ROOT / "README.md", ROOT / "docs" / "getting-started.md"]
+SNIPPETS = [
+    ROOT / "README.md",
+    ROOT / "docs" / "getting-started.md",
+    ROOT / "docs" / "parallelism.md",
+]
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
@@ -112,3 +117,14 @@ def test_the_snippet_of_the_testing_kit_runs() -> None:
     page = ROOT / "docs" / "correctness.md"
     (code,) = CODE.findall(page.read_text())
     exec(compile(code, str(page), "exec"), {"MyTransformer": lambda: make_toy(4), "x": inputs()})
+
+
+def test_the_table_of_parallelisms_has_a_row_for_every_cell() -> None:
+    """What the rows say is checked by tools/parallel_table.py, where all cells ran."""
+    page = (ROOT / "docs" / "parallelism.md").read_text()
+    for cell in CELLS:
+        mode = "yes" if cell.use_allgather else "no"
+        said = f"rejected: {cell.rejected}" if cell.rejected else "rank-local"
+        said = said if cell.shares < 2 else f"shared by {cell.shares}"
+        assert f"| {cell.name} | our DiT | {mode} | {said} |" in page
+        assert f"`test_parallel_matrix[{cell_id(cell)}]`" in page

@@ -45,6 +45,13 @@ def test_a_large_result_comes_back() -> None:
     assert [len(result) for result in results] == [3 << 20] * 2
 
 
+def test_tensors_come_back_though_their_rank_is_gone() -> None:
+    """``Connection.send`` would share their memory, which its rank must then still be there for."""
+    for _ in range(3):
+        results = run_ranks(lambda rank: torch.full((1000,), rank), 2)
+        assert [result.sum().item() for result in results] == [0, 1000]
+
+
 def test_errors_of_every_rank_are_collected() -> None:
     def work(rank: int) -> None:
         if rank != 1:
