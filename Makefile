@@ -36,6 +36,7 @@ test-all: test
 	$(BIN)/tox run -e $(PY_ENV) -- -m slow
 	$(BIN)/tox run -e zoo
 	$(BIN)/tox run -e parallel
+	$(BIN)/tox run -e serve
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
