@@ -44,7 +44,7 @@ class StreamTable:
 class Switch:
     """A context in which another stream is current; every entry is a switch of its own."""
 
-    __slots__ = ("_before", "_stream", "_table")
+    __slots__ = ("_before", "_index", "_stream", "_table")
 
     def __init__(self, table: StreamTable, stream: Any) -> None:
         """Change nothing yet.
@@ -56,12 +56,16 @@ class Switch:
         self._table = table
         self._stream = stream
         self._before: Any = None
+        self._index = 0
 
     def __enter__(self) -> None:
         """Make the stream current in this thread."""
+        self._index = torch.accelerator.current_device_index()
         self._before = self._table.current()
         torch.accelerator.set_stream(self._stream)
 
     def __exit__(self, *error: object) -> None:
-        """Make current what was before."""
+        """Make current what was before: the stream, and the device, which torch switches too."""
         torch.accelerator.set_stream(self._before)
+        if self._index != self._before.device_index:
+            torch.accelerator.set_device_index(self._index)

@@ -192,6 +192,10 @@ class AcceleratorBackend(Backend):
         """Queue the copy; asynchronous where the host side is pinned."""
         with torch.inference_mode(False), torch.no_grad():
             dst.copy_(src, non_blocking=True)
+            for side in (dst, src):
+                # torch's allocator knows the stream on which a tensor was made, and no other.
+                if side.device.type == self.name:
+                    side.record_stream(self.current_stream())
 
     def new_check(self) -> Check:
         """Return a new comparison on the device."""

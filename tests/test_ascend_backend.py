@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+from ascend import VENDOR_WARNINGS
 
-from dlo_core import registry
-from dlo_core.testing.conformance import (
-    AllocatorConformance,
-    BackendConformance,
-    CollectiveConformance,
-)
+from dlo_core.testing.conformance import AllocatorConformance, BackendConformance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dlo_core.interface import Backend, PinnedAllocator
+
+pytestmark = VENDOR_WARNINGS
 
 
 class TestAscendBackend(BackendConformance):
@@ -30,18 +27,3 @@ class TestAscendAllocator(AllocatorConformance):
     @pytest.fixture
     def allocator(self, usable_backend: Callable[[str], Backend]) -> PinnedAllocator:
         return usable_backend("npu").allocator
-
-
-class TestAscendCollective(CollectiveConformance):
-    start_method = "spawn"
-    limit_s = 55.0
-
-    @pytest.fixture
-    def make_backend(self, usable_backend: Callable[[str], Backend]) -> Callable[[int], Backend]:
-        usable_backend("npu")
-        return partial(backend_of_rank, "npu")
-
-
-def backend_of_rank(kind: str, rank: int) -> Backend:
-    """Return the backend for the device of ``rank``."""
-    return registry.get_backend(f"{kind}:{rank}")

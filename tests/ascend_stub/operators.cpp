@@ -155,6 +155,8 @@ OP(Arange, (S a, S b, S c, T out), at::Scalar x = *a; at::Scalar y = *b; at::Sca
    at::Tensor o = *out, o.copy_(at::arange(x, y, z, o.options()).slice(0, 0, o.numel())))
 OP(Cat, (Tensors * list, int64_t dim, T out), std::vector<at::Tensor> xs;
    for (auto* t : *list) xs.push_back(*t); at::Tensor o = *out, o.copy_(at::cat(xs, dim)))
+OP(Stack, (Tensors * list, int64_t dim, T out), std::vector<at::Tensor> xs;
+   for (auto* t : *list) xs.push_back(*t); at::Tensor o = *out, o.copy_(at::stack(xs, dim)))
 OP(Embedding, (T a, T b, T out), at::Tensor x = *a; at::Tensor y = *b; at::Tensor o = *out,
    o.copy_(at::embedding(x, y)))
 
