@@ -29,32 +29,43 @@ from dlo_core.errors import (
     UseError,
 )
 from dlo_core.interface import Backend, Capabilities
+from dlo_core.key_map import AddPrefix, Fuse, Ignore, Split, StripPrefix
 from dlo_core.layerwise import LayerwiseOffload
 from dlo_core.plan import Footprint
 from dlo_core.progress import LoadProgress
 from dlo_core.registry import hookimpl
 from dlo_core.stats import BlockState, BlockStats, Stats
+from dlo_core.transforms import Cast, Convert, Reshape, Transpose
 
 __all__ = [
+    "AddPrefix",
     "AgreementError",
     "Backend",
     "BackendError",
     "BlockState",
     "BlockStats",
     "Capabilities",
+    "Cast",
     "CheckpointError",
     "ConfigError",
+    "Convert",
     "DloError",
     "DloWarning",
     "FillError",
     "FillTimeout",
     "Footprint",
+    "Fuse",
     "HostMemoryError",
+    "Ignore",
     "LayerwiseOffload",
     "LoadProgress",
     "OffloadConfig",
+    "Reshape",
     "RestoreError",
+    "Split",
     "Stats",
+    "StripPrefix",
+    "Transpose",
     "UseError",
     "__version__",
     "hookimpl",

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 
     from dlo_core.interface import Backend
     from dlo_core.layerwise import Group
-    from dlo_core.startup import Blocks, Checkpoints, Progress
+    from dlo_core.startup import (
+        Blocks,
+        Checkpoints,
+        KeyMaps,
+        PostLoads,
+        Progress,
+        TransformsEach,
+    )
 
 __all__ = ["offload", "offloaded"]
 
@@ -29,6 +36,9 @@ def offload(
     group: Group | None = None,
     checkpoint: Checkpoints = None,
     blocks: Blocks = None,
+    key_map: KeyMaps = None,
+    transforms: TransformsEach = None,
+    post_load: PostLoads = None,
     progress: Progress = False,
     **settings: Any,
 ) -> LayerwiseOffload:
@@ -40,6 +50,9 @@ def offload(
         group: The ranks that shard the weights; None: this process alone.
         checkpoint: As in ``enable``.
         blocks: As in ``enable``.
+        key_map: As in ``enable``.
+        transforms: As in ``enable``.
+        post_load: As in ``enable``.
         progress: As in ``enable``.
         **settings: Those of ``OffloadConfig``.
 
@@ -55,7 +68,15 @@ def offload(
     made = LayerwiseOffload(config, device=device, group=group)
     models = tuple(model) if isinstance(model, list | tuple) else (model,)
     try:
-        return made.enable(*models, checkpoint=checkpoint, blocks=blocks, progress=progress)
+        return made.enable(
+            *models,
+            checkpoint=checkpoint,
+            blocks=blocks,
+            key_map=key_map,
+            transforms=transforms,
+            post_load=post_load,
+            progress=progress,
+        )
     except BaseException:
         made.shutdown()
         raise

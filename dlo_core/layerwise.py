@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from dlo_core.engine import Engine
     from dlo_core.interface import Backend
     from dlo_core.plan import Footprint
-    from dlo_core.startup import Blocks, Checkpoints, Progress
+    from dlo_core.startup import (
+        Blocks,
+        Checkpoints,
+        KeyMaps,
+        PostLoads,
+        Progress,
+        TransformsEach,
+    )
     from dlo_core.stats import Stats
 
     Group = ProcessGroup | Agreement
@@ -143,6 +150,9 @@ class LayerwiseOffload:
         *models: nn.Module,
         checkpoint: Checkpoints = None,
         blocks: Blocks = None,
+        key_map: KeyMaps = None,
+        transforms: TransformsEach = None,
+        post_load: PostLoads = None,
         progress: Progress = False,
     ) -> LayerwiseOffload:
         """Offload ``models``: all ranks succeed, or all raise and every model is as it was.
@@ -154,6 +164,14 @@ class LayerwiseOffload:
             blocks: Names of the containers of blocks in run order, or a function from the model to
                 its
                 blocks; None: the model's own declaration, else found.
+            key_map: From the checkpoint's names to the model's: ``StripPrefix``, ``AddPrefix``,
+                ``Fuse``, ``Split``, ``Ignore``, a mapping, a function, or a sequence of these (one
+                a model for several, as all three).
+            transforms: What is done to the checkpoint's tensors: a mapping from the model's names,
+                in which ``*`` stands for any text, or a function of the name, to ``Cast``,
+                ``Transpose``, ``Reshape``, ``Convert`` or a sequence of them.
+            post_load: A function of the model, or functions by the dotted names of its modules,
+                that make what no checkpoint has: non-persistent buffers of models on meta.
             progress: True for a bar on a terminal, or a function that is given ``LoadProgress``; an
                 exception from it cancels on every rank.
 
@@ -170,7 +188,7 @@ class LayerwiseOffload:
             self._group, self._config.load_timeout_s
         )
         startup = Startup(self._config, backend=self._backend, agreement=agreement)
-        request = Request(models, checkpoint, blocks, progress)
+        request = Request(models, checkpoint, blocks, progress, key_map, transforms, post_load)
         engine, self._footprint = startup.run(request, problem)
         engine.commit(self)
         self._models = models
