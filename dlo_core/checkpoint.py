@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ class _Descriptor:
         self.pages: CachedPages | None = None
         if not direct_io:
             self.pages = CachedPages(self.number, file.nbytes)
-            # All reads are large: what the system would read ahead is read by nobody, or next.
+            # Nothing but what is wanted; what comes next is announced.
             os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM)
 
     def __del__(self) -> None:
@@ -144,6 +145,19 @@ class Checkpoint:
             ) from error
         with self._lock:
             self._bytes_read += sum(len(out) for _, out in outs)
+
+    def announce(self, name: str, offset: int, nbytes: int) -> None:
+        """Tell the system that a run of a file's bytes will be read soon, and no more than these.
+
+        Args:
+            name: A tensor of the file.
+            offset: First byte in the file.
+            nbytes: How many.
+        """
+        with suppress(OSError):  # the read will say it
+            file = self._descriptor(self.tensors[name].path)
+            if file.pages is not None:
+                file.pages.fetch(offset, offset + nbytes)
 
     def check_unchanged(self) -> None:
         """Check once more that no file that was read was written to meanwhile.

@@ -61,6 +61,12 @@ class CachedPages:
         self._before = cached_pages(descriptor, nbytes)
         self._read = np.zeros(len(self._before), dtype=bool)
 
+    def fetch(self, start: int, stop: int) -> None:
+        """Tell the system to read bytes ``[start, stop)`` now, if they were not in memory."""
+        if not self._before[start // _PAGE : -(-stop // _PAGE)].all():
+            self.read(start, stop)
+            os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
+
     def read(self, start: int, stop: int) -> None:
         """Note that bytes ``[start, stop)`` were read."""
         self._read[start // _PAGE : -(-stop // _PAGE)] = True

@@ -214,6 +214,8 @@ class _Job(Protocol):
     @property
     def done_nbytes(self) -> int: ...
 
+    def announce(self) -> None: ...
+
     def run(self, scratch: Scratch) -> None: ...
 
 
@@ -225,6 +227,9 @@ class _MoveJob:
     def done_nbytes(self) -> int:
         return self.piece.done_nbytes
 
+    def announce(self) -> None:
+        pass
+
     def run(self, scratch: Scratch) -> None:
         move_bytes(torch.frombuffer(self.piece.out, dtype=torch.uint8), self.piece.source)
 
@@ -235,6 +240,9 @@ class _ReadJob:
     offset: int
     outs: list[tuple[str, memoryview]]
     done_nbytes: int
+
+    def announce(self) -> None:
+        self.checkpoint.announce(self.outs[0][0], self.offset, self.done_nbytes)
 
     def run(self, scratch: Scratch) -> None:
         self.checkpoint.fill(self.outs, self.offset, scratch)
@@ -249,6 +257,9 @@ class _LayJob:
     def done_nbytes(self) -> int:
         return self.piece.done_nbytes
 
+    def announce(self) -> None:
+        self.checkpoint.announce(self.piece.stored.name, self.piece.offset, self.piece.nbytes)
+
     def run(self, scratch: Scratch) -> None:
         raw = scratch.take(self.piece.nbytes)
         self.checkpoint.fill([(self.piece.stored.name, raw)], self.piece.offset, scratch)
@@ -262,6 +273,9 @@ class _ComputeJob:
     @property
     def done_nbytes(self) -> int:
         return self.piece.done_nbytes
+
+    def announce(self) -> None:
+        pass
 
     def run(self, scratch: Scratch) -> None:
         self.piece.compute()
@@ -338,13 +352,15 @@ class _Crew:
     """Threads that take jobs in their order."""
 
     def __init__(self, jobs: Sequence[_Job]) -> None:
-        self._jobs = iter(jobs)
+        self._jobs = list(jobs)
+        self._next = self._ahead = 0
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._told: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def start(self, count: int) -> None:
+        self._ahead = count
         for number in range(count):
             thread = threading.Thread(target=self._work, name=f"dlo-read-{number}", daemon=True)
             thread.start()
@@ -373,9 +389,12 @@ class _Crew:
         try:
             while not self._stopped.is_set():
                 with self._lock:
-                    job = next(self._jobs, None)
-                if job is None:
+                    number, self._next = self._next, self._next + 1
+                if number >= len(self._jobs):
                     break
+                if number + self._ahead < len(self._jobs):
+                    self._jobs[number + self._ahead].announce()
+                job = self._jobs[number]
                 job.run(scratch)
                 self._told.put(job.done_nbytes)
         # The caller's thread must hear of it, whatever it is.
