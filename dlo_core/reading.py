@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,6 +47,7 @@ CALL_NBYTES = 8 << 20
 # Less than this is read before a thread has started.
 _ALONE_NBYTES = 4 << 20
 _MOST_THREADS = 16
+_START_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -363,8 +365,9 @@ class _Crew:
         self._ahead = count
         for number in range(count):
             thread = threading.Thread(target=self._work, name=f"dlo-read-{number}", daemon=True)
-            thread.start()
+            # First: an interrupt may come inside of start().
             self._threads.append(thread)
+            thread.start()
 
     def done(self) -> Iterator[int]:
         """Yield the bytes of each job that is done; raise the first error of a thread."""
@@ -381,7 +384,14 @@ class _Crew:
     def stop(self) -> None:
         self._stopped.set()
         for thread in self._threads:
-            thread.join()
+            # One that was interrupted while it was started may have to begin before it can end.
+            deadline = time.monotonic() + _START_S
+            while not thread.is_alive() and thread in threading.enumerate():
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.001)
+            if thread.is_alive():
+                thread.join()
         self._threads = []
 
     def _work(self) -> None:

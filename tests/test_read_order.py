@@ -261,7 +261,7 @@ def test_an_interrupt_while_the_threads_read_is_heard_at_once(
         calls.append(offset)
         if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
+        time.sleep(0.03)
         return preadv(file, outs, offset)
 
     monkeypatch.setattr(os, "preadv", slow)
@@ -343,13 +343,16 @@ def test_the_page_cache_is_left_as_it_was_found(fails: bool, tmp_path: Path) -> 
         if fails and progress.done_nbytes == progress.total_nbytes:
             raise CancelledError
 
+    offloaded = None
     try:
-        dlo.offload(twin(model), device="cpu", checkpoint=path, progress=listen).shutdown()
+        offloaded = dlo.offload(twin(model), device="cpu", checkpoint=path, progress=listen)
     except CancelledError:
         assert fails
     assert max(meanwhile) > 0.9 * len(before)
     # The header was read to make the plan.
     assert np.array_equal(pages_of(path)[2:], before[2:])
+    if offloaded is not None:
+        offloaded.shutdown()
 
 
 def test_a_restore_leaves_the_page_cache_as_it_was_found_too(tmp_path: Path) -> None:
