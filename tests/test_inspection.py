@@ -214,9 +214,12 @@ def test_a_model_of_diffusers_is_planned_as_it_would_be(tmp_path: Path) -> None:
     assert not found.problems
     assert [(stack.name, stack.num_blocks) for stack in found.stacks] == [("blocks", 3)]
     assert "post_load=" in " ".join(found.notes)
-    # Another class does not fit.
-    other = inspect_checkpoint(tmp_path, model="SD3Transformer2DModel")
+    # With another number of blocks it does not fit.
+    config_file = tmp_path / "config.json"
+    config_file.write_text(config_file.read_text().replace('"num_layers": 3', '"num_layers": 4'))
+    other = inspect_checkpoint(tmp_path, model="WanTransformer3DModel")
     assert "does not fit" in " ".join(other.problems)
+    assert "blocks.3." in " ".join(other.problems)
     ask(tmp_path, "--model", "NoSuchModel", code=2)
-    (tmp_path / "config.json").unlink()
+    config_file.unlink()
     ask(tmp_path, "--model", "WanTransformer3DModel", code=2)

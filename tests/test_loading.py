@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +20,6 @@ from dlo_core.cpu import CpuBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from dlo_core.layerwise import LayerwiseOffload
 
@@ -91,6 +92,16 @@ class RopeBlock(Block):
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Turn, then as always."""
         return super().forward(self.rope(x), scale)
+
+
+class RopeOnly(RopeToy):
+    """Has no other buffer than that of its rope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale
+        for block in self.blocks:
+            del block.rope
 
 
 def fill_scale(model: RopeToy) -> None:
@@ -522,6 +533,33 @@ def test_post_load_can_make_a_parameter_that_the_checkpoint_lacks(tmp_path: Path
             assert same_bits(tensor, resident.state_dict()[name]), name
 
     run_ranks(body, 2)
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def test_the_snippets_of_the_page_run(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "loading.md").read_text()
+    resident = fused_toy()
+    save_split(resident, tmp_path / "other.safetensors")
+    save_file(RopeToy().state_dict(), tmp_path / "rope.safetensors")
+    resident = resident.to(torch.bfloat16)
+    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(snippets) == 2
+    for code in snippets:
+        local = code.replace('"cuda"', '"cpu"').replace("path/to/", f"{tmp_path}/")
+        space: dict[str, Any] = {
+            "torch": torch,
+            "dlo": dlo,
+            "model": meta(fused_toy),
+            "MyTransformer": RopeOnly,
+        }
+        exec(compile(local, "loading.md", "exec"), space)
+        if "Fuse" in code:
+            x = inputs(0, torch.bfloat16)
+            with torch.inference_mode():
+                assert torch.equal(space["model"](x), resident(x))
+        space["offloaded"].disable()
 
 
 # --- B33 ------------------------------------------------------------------------------------------
