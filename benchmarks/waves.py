@@ -25,7 +25,7 @@ from dlo_core.testing.ranks import run_ranks
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dp", type=int, default=4)
     parser.add_argument("--sp", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)

@@ -29,6 +29,7 @@ from dlo_core.errors import (
     UseError,
 )
 from dlo_core.interface import Backend, Capabilities
+from dlo_core.key_map import AddPrefix, Fuse, Ignore, Split, StripPrefix
 from dlo_core.layerwise import LayerwiseOffload
 from dlo_core.plan import Footprint
 from dlo_core.progress import LoadProgress
@@ -36,32 +37,42 @@ from dlo_core.registry import hookimpl
 from dlo_core.stats import BlockState, BlockStats, Stats
 from dlo_core.topology import Topology
 from dlo_core.topology_report import TopologyReport
+from dlo_core.transforms import Cast, Convert, Reshape, Transpose
 from dlo_core.wave_queue import WaveQueue, WaveTicket
 from dlo_core.wave_request import WaveRequest
 from dlo_core.waves import WaveReport, WaveResult, WaveRunner
 
 __all__ = [
+    "AddPrefix",
     "AgreementError",
     "Backend",
     "BackendError",
     "BlockState",
     "BlockStats",
     "Capabilities",
+    "Cast",
     "CheckpointError",
     "ConfigError",
+    "Convert",
     "DloError",
     "DloWarning",
     "FillError",
     "FillTimeout",
     "Footprint",
+    "Fuse",
     "HostMemoryError",
+    "Ignore",
     "LayerwiseOffload",
     "LoadProgress",
     "OffloadConfig",
+    "Reshape",
     "RestoreError",
+    "Split",
     "Stats",
+    "StripPrefix",
     "Topology",
     "TopologyReport",
+    "Transpose",
     "UseError",
     "WaveQueue",
     "WaveReport",

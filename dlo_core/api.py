@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from dlo_core.interface import Backend
     from dlo_core.shard_group import Group
     from dlo_core.slicing import TpPlan
-    from dlo_core.startup import Blocks, Checkpoints, Progress
+    from dlo_core.startup import (
+        Blocks,
+        Checkpoints,
+        KeyMaps,
+        PostLoads,
+        Progress,
+        TransformsEach,
+    )
     from dlo_core.topology import Topology
 
 __all__ = ["offload", "offloaded"]
@@ -34,6 +41,9 @@ def offload(
     checkpoint: Checkpoints = None,
     blocks: Blocks = None,
     tp_plan: TpPlan | None = None,
+    key_map: KeyMaps = None,
+    transforms: TransformsEach = None,
+    post_load: PostLoads = None,
     progress: Progress = False,
     **settings: Any,
 ) -> LayerwiseOffload:
@@ -48,6 +58,9 @@ def offload(
         checkpoint: As in ``enable``.
         blocks: As in ``enable``.
         tp_plan: As in ``enable``.
+        key_map: As in ``enable``.
+        transforms: As in ``enable``.
+        post_load: As in ``enable``.
         progress: As in ``enable``.
         **settings: Those of ``OffloadConfig``.
 
@@ -64,7 +77,14 @@ def offload(
     models = tuple(model) if isinstance(model, list | tuple) else (model,)
     try:
         return made.enable(
-            *models, checkpoint=checkpoint, blocks=blocks, tp_plan=tp_plan, progress=progress
+            *models,
+            checkpoint=checkpoint,
+            blocks=blocks,
+            tp_plan=tp_plan,
+            key_map=key_map,
+            transforms=transforms,
+            post_load=post_load,
+            progress=progress,
         )
     except BaseException:
         made.shutdown()

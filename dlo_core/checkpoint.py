@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dlo_core.checkpoint_files import find_files
 from dlo_core.errors import CheckpointError, ConfigError
+from dlo_core.file_reads import Scratch, check_direct, read_buffered, read_direct
+from dlo_core.page_cache import CachedPages
 from dlo_core.safetensors_header import CheckpointTensor, SafetensorsFile, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 __all__ = ["Checkpoint", "CheckpointTensor"]
-
-_READ_NBYTES = 64 << 20
 
 
 class _Descriptor:
@@ -27,11 +28,17 @@ class _Descriptor:
     a third got for a file of its own.
     """
 
-    __slots__ = ("number",)
+    __slots__ = ("number", "pages")
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, file: SafetensorsFile, direct_io: bool) -> None:
         self.number = -1
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        direct = os.O_DIRECT if direct_io else 0
+        self.number = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | direct)
+        self.pages: CachedPages | None = None
+        if not direct_io:
+            self.pages = CachedPages(self.number, file.nbytes)
+            # Nothing but what is wanted; what comes next is announced.
+            os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM)
 
     def __del__(self) -> None:
         """Close it."""
@@ -47,13 +54,16 @@ class Checkpoint:
         tensors: By key.
     """
 
-    def __init__(self, path: Path, files: Sequence[SafetensorsFile]) -> None:
+    def __init__(
+        self, path: Path, files: Sequence[SafetensorsFile], *, direct_io: bool = False
+    ) -> None:
         """Take checked files; use ``open``.
 
         Raises:
             CheckpointError: A key is in two of them.
         """
         self.path = path
+        self._direct_io = direct_io
         self.tensors: Mapping[str, CheckpointTensor] = MappingProxyType(_merge(path, files))
         self._files = {file.path: file for file in files}
         self._opened: dict[Path, _Descriptor] = {}
@@ -61,15 +71,16 @@ class Checkpoint:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+    def open(cls, path: str | os.PathLike[str], *, direct_io: bool = False) -> Checkpoint:
         """Read and check all headers; no tensor is read.
 
         Args:
             path: A ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with either.
+            direct_io: Read past the page cache.
 
         Raises:
             CheckpointError: Something is missing, damaged or ambiguous; names the file and the key.
-            ConfigError: ``path`` is no path.
+            ConfigError: ``path`` is no path, or its file system takes no direct reads.
         """
         if not isinstance(path, str | os.PathLike):
             raise ConfigError(
@@ -77,7 +88,11 @@ class Checkpoint:
                 f"{type(path).__name__}"
             )
         where = Path(path)
-        return cls(where, find_files(where))
+        files = find_files(where)
+        if direct_io:
+            for file in files:
+                check_direct(file.path)
+        return cls(where, files, direct_io=direct_io)
 
     @property
     def bytes_read(self) -> int:
@@ -106,49 +121,100 @@ class Checkpoint:
                 f"{name!r} has {tensor.nbytes:,} bytes; asked for [{start:,}, {stop:,}) into "
                 f"{out.nbytes:,}"
             )
-        if start == stop:
-            return
+        if start < stop:
+            self.fill([(name, out.cast("B"))], tensor.offset + start, Scratch())
+
+    def fill(self, outs: Sequence[tuple[str, memoryview]], offset: int, scratch: Scratch) -> None:
+        """Read a run of a file's bytes into several memories; threads may do so at once.
+
+        Args:
+            outs: Tensors and the memory for their bytes, in the order of the file, in which they
+                follow each other without a gap; not more than ``MAX_OUTS``.
+            offset: First byte in the file.
+            scratch: The calling thread's.
+
+        Raises:
+            CheckpointError: As ``read``.
+        """
+        first = self.tensors[outs[0][0]]
         try:
-            self._fill(tensor, tensor.offset + start, out.cast("B"))
+            self._fill(first.path, offset, outs, scratch)
         except OSError as error:
             raise CheckpointError(
-                f"cannot read {name!r} from {str(tensor.path)!r}: {error.strerror or error}"
+                f"cannot read {first.name!r} from {str(first.path)!r}: {error.strerror or error}"
             ) from error
         with self._lock:
-            self._bytes_read += stop - start
+            self._bytes_read += sum(len(out) for _, out in outs)
+
+    def announce(self, name: str, offset: int, nbytes: int) -> None:
+        """Tell the system that a run of a file's bytes will be read soon, and no more than these.
+
+        Args:
+            name: A tensor of the file.
+            offset: First byte in the file.
+            nbytes: How many.
+        """
+        with suppress(OSError):  # the read will say it
+            file = self._descriptor(self.tensors[name].path)
+            if file.pages is not None:
+                file.pages.fetch(offset, offset + nbytes)
+
+    def check_unchanged(self) -> None:
+        """Check once more that no file that was read was written to meanwhile.
+
+        Raises:
+            CheckpointError: One was; names it and a tensor of it.
+        """
+        for path, file in list(self._opened.items()):
+            self._check(path, file, next(iter(self._files[path].tensors)))
+
+    def give_back_pages(self) -> None:
+        """Leave the system's page cache as it was before the files were read."""
+        with self._lock:
+            for file in self._opened.values():
+                if file.pages is not None:
+                    file.pages.give_back()
 
     def close(self) -> None:
         """Close the files; a later ``read`` opens them again. Idempotent."""
+        self.give_back_pages()
         with self._lock:
             self._opened.clear()
 
-    def _fill(self, tensor: CheckpointTensor, at: int, out: memoryview) -> None:
-        file = self._descriptor(tensor.path)
-        done = 0
-        while done < len(out):
-            got = os.preadv(file.number, [out[done : done + _READ_NBYTES]], at + done)
-            if got == 0:
-                refuse(
-                    tensor.path,
-                    f"ended {len(out) - done:,} bytes early: the file was truncated while it was "
-                    "in use; download it again and let nothing write to it",
-                    tensor.name,
-                )
-            done += got
+    def _fill(
+        self, path: Path, offset: int, outs: Sequence[tuple[str, memoryview]], scratch: Scratch
+    ) -> None:
+        file = self._descriptor(path)
+        memories = [out for _, out in outs]
+        wanted = sum(map(len, memories))
+        read = read_direct if self._direct_io else read_buffered
+        done = read(file.number, offset, memories, scratch)
+        if file.pages is not None:
+            file.pages.read(offset, offset + done)
+        if done < wanted:
+            refuse(
+                path,
+                f"ended {wanted - done:,} bytes early: the file was truncated while it was "
+                "in use; download it again and let nothing write to it",
+                _name_at(outs, done),
+            )
         # After the bytes were read, so that a change before or meanwhile is seen.
-        status, known = os.fstat(file.number), self._files[tensor.path]
+        self._check(path, file, outs[0][0])
+
+    def _check(self, path: Path, file: _Descriptor, name: str) -> None:
+        status, known = os.fstat(file.number), self._files[path]
         if (status.st_size, status.st_mtime_ns) != (known.nbytes, known.mtime_ns):
             refuse(
-                tensor.path,
+                path,
                 f"was written to after the checkpoint was opened ({known.nbytes:,} bytes then, "
                 f"{status.st_size:,} now): its bytes may be others'; let nothing write to it",
-                tensor.name,
+                name,
             )
 
     def _descriptor(self, path: Path) -> _Descriptor:
         with self._lock:
             if path not in self._opened:
-                self._opened[path] = _Descriptor(path)
+                self._opened[path] = _Descriptor(self._files[path], self._direct_io)
             return self._opened[path]
 
     def __enter__(self) -> Checkpoint:
@@ -166,6 +232,15 @@ class Checkpoint:
             f"Checkpoint({str(self.path)!r}, {len(self.tensors)} tensors in {len(self._files)} "
             f"files, {total:,} bytes, {len(self._opened)} open)"
         )
+
+
+def _name_at(outs: Sequence[tuple[str, memoryview]], done: int) -> str:
+    """Return the name of the tensor that byte ``done`` of a run belongs to."""
+    for name, out in outs:
+        if done < len(out):
+            return name
+        done -= len(out)
+    return outs[-1][0]
 
 
 def _merge(path: Path, files: Sequence[SafetensorsFile]) -> dict[str, CheckpointTensor]:

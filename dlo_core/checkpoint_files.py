@@ -19,7 +19,7 @@ from dlo_core.safetensors_header import SafetensorsFile, read_header, refuse
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["find_files"]
+__all__ = ["candidates", "find_files"]
 
 _SUFFIX = ".safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -58,6 +58,23 @@ def find_files(path: Path) -> list[SafetensorsFile]:
     if path.suffix in _PICKLES:
         refuse(path, f"is a pickle by its name; {_CONVERT}")
     return [read_header(path)]
+
+
+def candidates(path: Path) -> list[Path]:
+    """Return the files that a checkpoint at ``path`` may consist of, there or not, unchecked."""
+    if path.is_dir():
+        entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+        indexes = [entry for entry in entries if _INDEX.fullmatch(entry.name)]
+        found = [entry for entry in entries if entry.name.endswith(_SUFFIX)]
+        return found if len(indexes) != 1 else _named(indexes[0]) or found
+    return _named(path) if path.suffix == ".json" else [path]
+
+
+def _named(index: Path) -> list[Path]:
+    try:
+        return [index.parent / name for name in dict.fromkeys(_weight_map(index).values())]
+    except CheckpointError:
+        return []
 
 
 def _in_folder(folder: Path) -> list[SafetensorsFile]:
@@ -148,8 +165,17 @@ def _hint(entries: Iterable[Path]) -> str:
     for entry in entries:
         if entry.suffix in _PICKLES:
             return f"; {entry.name!r} is a pickle: {_CONVERT}"
-        if entry.is_dir() and any(entry.glob(f"*{_SUFFIX}")):
-            return f"; its folder {entry.name!r} has one: give that path"
+    components = [e.name for e in entries if e.is_dir() and any(e.glob(f"*{_SUFFIX}"))]
+    if len(components) == 1:
+        return f"; its folder {components[0]!r} has one: give that path"
+    if components:
+        # What is offloaded goes first.
+        components.sort(key=lambda name: not name.startswith("transformer"))
+        names = ", ".join(map(repr, components))
+        return (
+            f"; it holds the components of a pipeline ({names}): give the path of the one that "
+            "belongs to the model, several models take a sequence of paths"
+        )
     return ""
 
 

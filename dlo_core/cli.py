@@ -189,6 +189,46 @@ def _pair(text: str) -> tuple[int, int]:
     return int(left), int(right)
 
 
+def inspect(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A safetensors file, a folder with one or several, or an index.")
+    ],
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(help="Size of a group; may be given several times.  [default: 1, 2, 4, 8]"),
+    ] = None,
+    blocks: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of a container of blocks; may be given several times."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Class in diffusers, built from the folder's config.json to compare."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show what a checkpoint holds: blocks, layouts, dtypes, bytes a rank, and problems.
+
+    Reads headers only. The exit status is 1 when the checkpoint cannot be loaded.
+    """
+    from dlo_core.errors import ConfigError
+    from dlo_core.inspection import inspect_checkpoint
+    from dlo_core.inspection_table import print_inspection
+
+    try:
+        found = inspect_checkpoint(
+            checkpoint, ranks=tuple(ranks or (1, 2, 4, 8)), blocks=tuple(blocks or ()), model=model
+        )
+    except ConfigError as error:
+        typer.echo(f"dlo inspect: {error}", err=True)
+        raise typer.Exit(2) from error
+    if json:
+        typer.echo(json_.dumps(found.to_dict(), indent=2))
+    else:
+        print_inspection(found, Console())
+    raise typer.Exit(1 if found.problems else 0)
+
+
 def main() -> None:
     """Run the command line."""
     app()

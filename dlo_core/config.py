@@ -13,6 +13,7 @@ __all__ = ["HOST_TIERS", "OffloadConfig"]
 HOST_TIERS = ("pinned", "pageable")
 # Ten years; a comm library counts in milliseconds or less and overflows some way beyond.
 _LONGEST_S = 315_360_000
+_MOST_THREADS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,9 @@ class OffloadConfig:
         load_timeout_s: Seconds that the ranks wait for each other while loading.
         strict: Whether a checkpoint that does not fit the model is an error. False: the model's own
             values are used when every tensor has some, with a warning.
+        load_threads: Threads that read a checkpoint at once; None: one a CPU that this process may
+            use, at most 16.
+        direct_io: Read checkpoints past the page cache (``O_DIRECT``).
     """
 
     use_allgather: bool = True
@@ -48,6 +52,8 @@ class OffloadConfig:
     timeout_s: float = 600.0
     load_timeout_s: float = 1800.0
     strict: bool = True
+    load_threads: int | None = None
+    direct_io: bool = False
 
     def __post_init__(self) -> None:
         """Check every value.
@@ -55,7 +61,7 @@ class OffloadConfig:
         Raises:
             ConfigError: Names the setting, what was got and what is wanted.
         """
-        for name in ("use_allgather", "strict"):
+        for name in ("use_allgather", "strict", "direct_io"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False; got {getattr(self, name)!r}")
         if not _is_int(self.depth) or self.depth < 2:
@@ -75,6 +81,12 @@ class OffloadConfig:
             raise ConfigError(
                 "shard_within='node' says who shares the weights, and with use_allgather=False "
                 "nobody does; leave one of the two out"
+            )
+        threads = self.load_threads
+        if threads is not None and (not _is_int(threads) or not 1 <= threads <= _MOST_THREADS):
+            raise ConfigError(
+                f"load_threads must be a whole number from 1 to {_MOST_THREADS}, or None; got "
+                f"{threads!r}"
             )
         for name in ("timeout_s", "load_timeout_s"):
             _check_seconds(name, getattr(self, name))

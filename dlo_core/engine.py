@@ -13,14 +13,14 @@ from dlo_core.errors import UseError
 from dlo_core.hooks import Hooks
 from dlo_core.host import HostStore
 from dlo_core.layout import BlockLayout
-from dlo_core.loader import count_shard_nbytes, load_shards
+from dlo_core.loader import count_shard_nbytes, load_blocks, load_shards
 from dlo_core.progress import LoadProgress, reporting
 from dlo_core.refresh import new_tensors, spec_of
-from dlo_core.remainder import Remainder
+from dlo_core.remainder import Remainder, remainder_run
 from dlo_core.restore import give_back, give_back_meta, let_go, tensor_from
 from dlo_core.shard import trailers_nbytes
 from dlo_core.slots import Pool
-from dlo_core.source import ModuleTensor, StoredTensor
+from dlo_core.source import ModuleTensor
 from dlo_core.streamer import Streamer
 from dlo_core.tape import FirstPass, Tape, agreed
 from dlo_core.transfer import (
@@ -74,12 +74,22 @@ class Engine:
         self.layouts = [layout for plan in plans for layout in plan.layouts]
         self.store = HostStore(backend.allocator, [shard.nbytes for shard in self.shards])
         total = count_shard_nbytes(plans, collective.rank)
+        hosts = [remainder_run(plan.remainder.nbytes) for plan in plans]
         with reporting(progress, total) as report:
-            load_shards(plans, self.store, rank=collective.rank, digest=digest, report=report)
+            load_shards(
+                plans,
+                self.store,
+                rank=collective.rank,
+                digest=digest,
+                report=report,
+                remainders=hosts,
+                threads=config.load_threads,
+            )
+        self._load_threads = config.load_threads
         self.pool = self._make_pool(config)
         self.remainders = [
-            [Remainder(backend, plan.inventory.remainder, plan.remainder, plan.sources)]
-            for plan in plans
+            [Remainder(backend, plan.inventory.remainder, plan.remainder, host)]
+            for plan, host in zip(plans, hosts, strict=True)
         ]
         self.blocks = self._make_blocks(digest)
         self.transfer = self._make_transfer(config)
@@ -174,6 +184,8 @@ class Engine:
                         let_go(item)
         for (remainder,) in self.remainders:
             remainder.attach()
+        for plan in self.plans:
+            plan.made.attach()
         for hooks in self._hooks:
             hooks.attach(owner)
         self.streamers[0].tape.prefetch()
@@ -207,7 +219,11 @@ class Engine:
                     "", map(spec_of, fresh), self._backend.capabilities.alignment
                 )
                 sources = {item.name: ModuleTensor(item.tensor) for item in fresh}
-                added = Remainder(self._backend, fresh, layout, sources)
+                host = remainder_run(layout.nbytes)
+                for spec in layout.tensors:
+                    part = host[spec.offset : spec.offset + spec.nbytes]
+                    sources[spec.name].read(spec, 0, spec.nbytes, part)
+                added = Remainder(self._backend, fresh, layout, host)
                 added.attach()
                 parts.append(added)
                 for binding in streamer.bindings:
@@ -273,13 +289,13 @@ class Engine:
     def _fetch_stored(self) -> dict[int, list[torch.Tensor]]:
         values: dict[int, list[torch.Tensor]] = {}
         for plan in self.plans:
-            for layout in plan.layouts:
-                run = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
-                for spec in layout.tensors:
-                    source = plan.sources[spec.name]
-                    assert isinstance(source, StoredTensor)
-                    source.read(spec, 0, spec.nbytes, run[spec.offset : spec.offset + spec.nbytes])
-                values[len(values)] = _tensors(layout, run)
+            assert plan.checkpoint is not None
+            try:
+                blocks = load_blocks(plan, range(len(plan.layouts)), self._load_threads)
+            finally:
+                plan.checkpoint.give_back_pages()
+            for tensors in blocks:
+                values[len(values)] = tensors
         return values
 
     def _fetch_gathered(self) -> dict[int, list[torch.Tensor]]:

@@ -27,7 +27,14 @@ if TYPE_CHECKING:
     from dlo_core.plan import Footprint
     from dlo_core.shard_group import Group
     from dlo_core.slicing import TpPlan
-    from dlo_core.startup import Blocks, Checkpoints, Progress
+    from dlo_core.startup import (
+        Blocks,
+        Checkpoints,
+        KeyMaps,
+        PostLoads,
+        Progress,
+        TransformsEach,
+    )
     from dlo_core.stats import Stats
     from dlo_core.topology import Topology
 
@@ -172,6 +179,9 @@ class LayerwiseOffload:
         checkpoint: Checkpoints = None,
         blocks: Blocks = None,
         tp_plan: TpPlan | None = None,
+        key_map: KeyMaps = None,
+        transforms: TransformsEach = None,
+        post_load: PostLoads = None,
         progress: Progress = False,
     ) -> LayerwiseOffload:
         """Offload ``models``: all ranks succeed, or all raise and every model is as it was.
@@ -188,6 +198,14 @@ class LayerwiseOffload:
                 anything, the dimension that is cut, or (dimension, parts) where so many equal
                 parts (query, key and value, say) lie in the tensor one behind the other. Tensors
                 that it does not name are whole on every rank.
+            key_map: From the checkpoint's names to the model's: ``StripPrefix``, ``AddPrefix``,
+                ``Fuse``, ``Split``, ``Ignore``, a mapping, a function, or a sequence of these (one
+                a model for several, as all three).
+            transforms: What is done to the checkpoint's tensors: a mapping from the model's names,
+                in which ``*`` stands for any text, or a function of the name, to ``Cast``,
+                ``Transpose``, ``Reshape``, ``Convert`` or a sequence of them.
+            post_load: A function of the model, or functions by the dotted names of its modules,
+                that make what no checkpoint has: non-persistent buffers of models on meta.
             progress: True for a bar on a terminal, or a function that is given ``LoadProgress``; an
                 exception from it cancels on every rank.
 
@@ -204,7 +222,17 @@ class LayerwiseOffload:
             self._config.load_timeout_s
         )
         startup = Startup(self._config, backend=self._backend, agreement=agreement)
-        request = Request(models, checkpoint, blocks, progress, tp_plan, self._tp())
+        request = Request(
+            models,
+            checkpoint,
+            blocks,
+            progress,
+            key_map,
+            transforms,
+            post_load,
+            tp_plan,
+            self._tp(),
+        )
         engine, self._footprint = startup.run(request, problem)
         engine.commit(self)
         self._models = models

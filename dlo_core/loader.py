@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dlo_core.rawbytes import bytes_of
+from dlo_core.reading import Work, default_threads, memory_of
 from dlo_core.shard import TRAILER_NBYTES, trailer
 
 if TYPE_CHECKING:
@@ -18,11 +20,11 @@ if TYPE_CHECKING:
     from dlo_core.shard import Piece
     from dlo_core.source import Source
 
-__all__ = ["count_shard_nbytes", "load_shards"]
+__all__ = ["count_shard_nbytes", "load_blocks", "load_shards"]
 
 
 def count_shard_nbytes(plans: Sequence[ModelPlan], rank: int) -> int:
-    """Return the bytes that ``rank`` reads for its shards, trailers and padding not counted."""
+    """Return the bytes of ``rank``'s shards, trailers and padding not counted."""
     return sum(
         stop - start
         for plan in plans
@@ -33,9 +35,17 @@ def count_shard_nbytes(plans: Sequence[ModelPlan], rank: int) -> int:
 
 
 def load_shards(
-    plans: Sequence[ModelPlan], store: HostStore, *, rank: int, digest: bytes, report: Report
+    plans: Sequence[ModelPlan],
+    store: HostStore,
+    *,
+    rank: int,
+    digest: bytes,
+    report: Report,
+    part: tuple[int, int] = (0, 1),
+    remainders: Sequence[torch.Tensor] = (),
+    threads: int | None = None,
 ) -> None:
-    """Read the shards of all blocks of all plans into ``store``, block by block.
+    """Read the shards of all blocks of all plans into ``store``, each file once from its beginning.
 
     Args:
         plans: The models.
@@ -43,34 +53,84 @@ def load_shards(
         rank: In the shard group.
         digest: Ends every shard, with the block and the rank.
         report: Is told the bytes.
+        part: ``(i, n)``: read the ``i``-th of ``n`` nearly equal parts of the shards' bytes, in the
+            order of the files. With all ``n`` parts, by as many processes, a store that they share
+            is full. Trailers are written by part 0.
+        remainders: Memory for what stays on the device, one run a plan, or nothing; never divided.
+        threads: How many read at once; None: one a CPU, at most 16.
 
     Raises:
         CheckpointError: The bytes cannot be read.
     """
+    work, whole = Work(), Work()
     number = 0
     for plan in plans:
         for layout, cut in zip(plan.layouts, plan.shards, strict=True):
             shard = store.shard(number)
+            memory = memory_of(shard)
             for piece in cut.pieces(rank):
-                _load_piece(layout, piece, plan.sources, shard, report)
-            if cut.size > 1:
+                _add_piece(work, layout, piece, plan.sources, memory)
+            if cut.size > 1 and part[0] == 0:
                 end = torch.frombuffer(bytearray(trailer(digest, number, rank)), dtype=torch.uint8)
                 shard[cut.nbytes - TRAILER_NBYTES :] = end
             number += 1
+    for plan, run in zip(plans, remainders, strict=False):
+        _add_layout(whole, plan.remainder, plan.sources, run)
+    work.take_part(part)
+    work.join(whole)
+    work.run(report, threads=default_threads() if threads is None else threads)
     report.finish()
 
 
-def _load_piece(
+def load_blocks(
+    plan: ModelPlan, blocks: Sequence[int], threads: int | None = None
+) -> list[list[torch.Tensor]]:
+    """Read whole blocks again from where they came, into host tensors of their own.
+
+    Args:
+        plan: The model.
+        blocks: Numbers of its blocks.
+        threads: As in ``load_shards``.
+
+    Returns:
+        The tensors of each block, in the order of its layout.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+    """
+    work = Work()
+    values = []
+    for number in blocks:
+        tensors = []
+        for spec in plan.layouts[number].tensors:
+            made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
+            run = bytes_of(made, spec.nbytes)
+            work.add(plan.sources[spec.name], spec, 0, memory_of(run))
+            tensors.append(made)
+        values.append(tensors)
+    work.run(threads=default_threads() if threads is None else threads)
+    return values
+
+
+def _add_piece(
+    work: Work,
     layout: BlockLayout,
     piece: Piece,
     sources: dict[str, Source],
-    shard: torch.Tensor,
-    report: Report,
+    memory: memoryview,
 ) -> None:
     for index, start, stop, at in _parts(layout, piece):
         spec = layout.tensors[index]
-        sources[spec.name].read(spec, start, stop, shard[at : at + stop - start])
-        report.add(stop - start)
+        work.add(sources[spec.name], spec, start, memory[at : at + stop - start])
+
+
+def _add_layout(
+    work: Work, layout: BlockLayout, sources: dict[str, Source], run: torch.Tensor
+) -> None:
+    memory = memory_of(run)
+    for spec in layout.tensors:
+        out = memory[spec.offset : spec.offset + spec.nbytes]
+        work.add(sources[spec.name], spec, 0, out)
 
 
 def _parts(layout: BlockLayout, piece: Piece) -> list[tuple[int, int, int, int]]:

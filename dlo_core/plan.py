@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,17 +16,27 @@ from dlo_core.discovery import FoundBlock, find_blocks
 from dlo_core.errors import CheckpointError, ConfigError, DloWarning
 from dlo_core.inventory import Inventory, Owned, take_inventory
 from dlo_core.layout import BlockLayout, TensorSpec
+from dlo_core.post_load import Made, PostLoad, make_values, meta_attributes
 from dlo_core.shard import ShardPlan, trailers_nbytes
-from dlo_core.source import Source, prove_checkpoint, prove_module
+from dlo_core.source import (
+    ConvertedTensor,
+    Source,
+    prove_checkpoint,
+    prove_module,
+    stored_recipes,
+)
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Sequence
 
     from dlo_core.config import OffloadConfig
+    from dlo_core.key_map import KeyMap
+    from dlo_core.recipe import Recipe
     from dlo_core.slicing import Slicing
+    from dlo_core.transforms import Transforms
 
-__all__ = ["Footprint", "ModelPlan", "plan_model", "predict", "sample_values"]
+__all__ = ["Footprint", "Loading", "ModelPlan", "plan_model", "predict", "sample_values"]
 
 
 _SAMPLE = 1024
@@ -43,6 +54,7 @@ class ModelPlan:
         remainder: Layout of what stays on the device.
         sources: Where every tensor's bytes come from, by its first name.
         checkpoint: The checkpoint that they come from, or None.
+        made: What ``post_load=`` made.
     """
 
     model: nn.Module
@@ -52,6 +64,7 @@ class ModelPlan:
     remainder: BlockLayout
     sources: dict[str, Source]
     checkpoint: Checkpoint | None
+    made: Made
 
     @property
     def blocks(self) -> tuple[FoundBlock, ...]:
@@ -59,12 +72,14 @@ class ModelPlan:
         return self.inventory.blocks
 
     def digest(self) -> bytes:
-        """Return a sha256 over all layouts and cuts."""
+        """Return a sha256 over all layouts, cuts and recipes."""
         digest = hashlib.sha256()
         for layout, shard in zip(self.layouts, self.shards, strict=True):
             digest.update(layout.canonical())
             digest.update(f"|{shard.size}|{shard.nbytes}|".encode())
         digest.update(self.remainder.canonical())
+        recipes = {name: source.canonical() for name, source in self.sources.items()}
+        digest.update(json.dumps(recipes, separators=(",", ":"), sort_keys=True).encode())
         return digest.digest()
 
 
@@ -94,12 +109,29 @@ class Footprint:
         return self.slots_nbytes + self.stages_nbytes + self.remainder_nbytes + self.trailers_nbytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Loading:
+    """How one model's values are had.
+
+    Attributes:
+        checkpoint: Path of its weights, or None for the model's own values.
+        key_map: From the checkpoint's names to the model's.
+        transforms: What is done to the checkpoint's tensors.
+        post_load: Makes what no checkpoint has.
+    """
+
+    checkpoint: str | os.PathLike[str] | None = None
+    key_map: KeyMap = None
+    transforms: Transforms = None
+    post_load: PostLoad = None
+
+
 def plan_model(
     model: nn.Module,
     config: OffloadConfig,
     *,
     blocks: Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]] | None,
-    checkpoint: str | os.PathLike[str] | None,
+    loading: Loading,
     size: int,
     alignment: int,
     device_type: str,
@@ -111,7 +143,7 @@ def plan_model(
         model: The model, with values or on meta.
         config: The settings.
         blocks: Its blocks, as ``find_blocks`` takes them.
-        checkpoint: Path of its weights, or None.
+        loading: Where its values come from.
         size: Ranks over which each block is cut; 1 in rank-local mode.
         alignment: In bytes, of tensors and shards.
         device_type: Of the compute device.
@@ -123,16 +155,32 @@ def plan_model(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"offload() needs a torch.nn.Module; got {type(model).__name__}")
+    if loading.checkpoint is None and (loading.key_map or loading.transforms):
+        what = "key_map=" if loading.key_map else "transforms="
+        raise ConfigError(f"{what} is about a checkpoint's tensors: pass checkpoint= too")
     found = find_blocks(model, blocks)
-    opened = None if checkpoint is None else _open(model, checkpoint, config)
-    inventory = take_inventory(
-        model,
-        found,
-        resident=config.resident,
-        stored=None if opened is None else frozenset(opened.tensors),
-        device_type=device_type,
-    )
-    sources, opened = _prove(model, inventory, opened, config, slicing)
+    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    strict = config.strict or on_meta
+    opened = _open(loading, strict=strict, direct_io=config.direct_io)
+    try:
+        made = make_values(model, loading.post_load, () if opened is None else opened.recipes)
+        inventory = take_inventory(
+            model,
+            found,
+            resident=config.resident,
+            stored=None if opened is None else frozenset(opened.recipes),
+            device_type=device_type,
+        )
+        sources, opened = _prove(inventory, opened, loading, made, slicing, strict=strict)
+        for name, source in sources.items():
+            if size > 1 and isinstance(source, ConvertedTensor):
+                raise ConfigError(_NO_CONVERT.format(name=name))
+        if opened is not None and on_meta:
+            meta_attributes(model, made)
+    except BaseException:
+        if opened is not None:
+            opened.checkpoint.close()
+        raise
     layouts = tuple(
         BlockLayout.pack(block.name, (_spec(item, sources) for item in owned), alignment)
         for block, owned in zip(inventory.blocks, inventory.streamed, strict=True)
@@ -144,49 +192,73 @@ def plan_model(
         tuple(ShardPlan.cut(layout.nbytes, size, alignment) for layout in layouts),
         BlockLayout.pack("", (_spec(item, sources) for item in inventory.remainder), alignment),
         sources,
-        opened,
+        None if opened is None else opened.checkpoint,
+        made,
     )
 
 
-def _open(
-    model: nn.Module, path: str | os.PathLike[str], config: OffloadConfig
-) -> Checkpoint | None:
+_NO_CONVERT = (
+    "transforms= of {name!r}: Convert needs the whole tensor, but in gather mode each rank reads "
+    "its own part of the checkpoint only (online quantisation is such a transform): use "
+    "use_allgather=False, or disable online quantisation (convert the checkpoint beforehand, or "
+    "load the model first and leave checkpoint= out)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A checkpoint, and what it has by the model's names."""
+
+    checkpoint: Checkpoint
+    recipes: dict[str, Recipe]
+
+
+def _open(loading: Loading, *, strict: bool, direct_io: bool) -> _Opened | None:
+    if loading.checkpoint is None:
+        return None
     try:
-        return Checkpoint.open(path)
+        checkpoint = Checkpoint.open(loading.checkpoint, direct_io=direct_io)
+        return _Opened(checkpoint, stored_recipes(checkpoint, loading.key_map))
     except CheckpointError as error:
-        if config.strict or any(t.is_meta for t in _tensors(model)):
+        if strict:
             raise
         _warn_fallback(error)
         return None
 
 
 def _prove(
-    model: nn.Module,
     inventory: Inventory,
-    opened: Checkpoint | None,
-    config: OffloadConfig,
+    opened: _Opened | None,
+    loading: Loading,
+    made: Made,
     slicing: Slicing | None,
-) -> tuple[dict[str, Source], Checkpoint | None]:
+    *,
+    strict: bool,
+) -> tuple[dict[str, Source], _Opened | None]:
     if opened is None:
-        return prove_module(inventory), None
+        return prove_module(inventory, made.values), None
     try:
-        return prove_checkpoint(inventory, opened, slicing), opened
+        sources = prove_checkpoint(
+            inventory,
+            opened.checkpoint,
+            opened.recipes,
+            transforms=loading.transforms,
+            made=made.values,
+            slicing=slicing,
+        )
     except CheckpointError as error:
-        if config.strict or any(t.is_meta for t in _tensors(model)):
+        if strict:
             raise
         _warn_fallback(error)
-        opened.close()
-        return prove_module(inventory), None
+        opened.checkpoint.close()
+        return prove_module(inventory, made.values), None
+    return sources, opened
 
 
 def _warn_fallback(error: CheckpointError) -> None:
     warnings.warn(
         f"{error}; strict=False: the model's own values are used instead", DloWarning, stacklevel=2
     )
-
-
-def _tensors(model: nn.Module) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 def _spec(item: Owned, sources: dict[str, Source]) -> TensorSpec:

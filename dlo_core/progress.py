@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from rich.progress import Progress, TaskID
+
 __all__ = ["LoadProgress", "Report", "reporting"]
 
 
@@ -33,6 +35,13 @@ class LoadProgress:
         """Gigabytes a second so far."""
         return self.done_nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the end at the rate so far; None before the first byte."""
+        if not self.done_nbytes:
+            return None
+        return self.seconds * (self.total_nbytes - self.done_nbytes) / self.done_nbytes
+
 
 class Report:
     """Counts bytes and tells the listener."""
@@ -43,6 +52,10 @@ class Report:
         self._listener = listener
         self._done = 0
         self._start_s = time.perf_counter()
+
+    def expect(self, nbytes: int) -> None:
+        """Take ``nbytes`` as the total."""
+        self._total = nbytes
 
     def add(self, nbytes: int) -> None:
         """Count ``nbytes``; an exception of the listener goes through and cancels the load."""
@@ -59,7 +72,7 @@ class Report:
 
 @contextmanager
 def reporting(
-    progress: bool | Callable[[LoadProgress], None], total_nbytes: int
+    progress: bool | Callable[[LoadProgress], None], total_nbytes: int = 0
 ) -> Iterator[Report]:
     """Yield a report: to the caller's callback, to a bar on a terminal, or to nobody."""
     if callable(progress):
@@ -72,18 +85,25 @@ def reporting(
             Progress,
             TextColumn,
             TimeRemainingColumn,
-            TransferSpeedColumn,
         )
 
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(),
-            TransferSpeedColumn(),
+            TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("loading weights", total=total_nbytes)
-            yield Report(total_nbytes, lambda now: bar.update(task, completed=now.done_nbytes))
+            task = bar.add_task("loading weights", total=total_nbytes, rate="")
+            yield Report(total_nbytes, _to_bar(bar, task))
     else:
         yield Report(total_nbytes, None)
+
+
+def _to_bar(bar: Progress, task: TaskID) -> Callable[[LoadProgress], None]:
+    def update(now: LoadProgress) -> None:
+        rate = f"{now.rate_gb_s:.2f} GB/s"
+        bar.update(task, completed=now.done_nbytes, total=now.total_nbytes, rate=rate)
+
+    return update

@@ -12,14 +12,19 @@ from dlo_core.dtensor import is_dtensor, local_of, set_local, with_local
 from dlo_core.restore import give_back, give_back_meta, let_go
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from dlo_core.interface import Backend
     from dlo_core.inventory import Owned
     from dlo_core.layout import BlockLayout, TensorSpec
-    from dlo_core.source import Source
 
-__all__ = ["Remainder"]
+__all__ = ["Remainder", "remainder_run"]
+
+
+def remainder_run(nbytes: int) -> torch.Tensor:
+    """Return host memory for a remainder, all zeros."""
+    with torch.inference_mode(False):
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
 
 class Remainder:
@@ -30,26 +35,19 @@ class Remainder:
         backend: Backend,
         items: Sequence[Owned],
         layout: BlockLayout,
-        sources: Mapping[str, Source],
+        host: torch.Tensor,
     ) -> None:
-        """Read the tensors and copy them to the device; the model is not touched.
+        """Copy the tensors to the device; the model is not touched.
 
         Args:
             backend: Of the device.
             items: The tensors.
             layout: Where they lie in the run, in the order of ``items``.
-            sources: Where their bytes come from, by their first names.
-
-        Raises:
-            CheckpointError: They cannot be read.
+            host: Their bytes, as ``layout`` lays them out.
         """
         self._items = tuple(items)
         self.nbytes = layout.nbytes
         with torch.inference_mode(False), torch.no_grad():
-            host = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu")
-            for spec in layout.tensors:
-                out = host[spec.offset : spec.offset + spec.nbytes]
-                sources[spec.name].read(spec, 0, spec.nbytes, out)
             run = backend.empty(layout.nbytes)
             backend.copy(run, host)
             backend.current_stream().synchronize()

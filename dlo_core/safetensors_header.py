@@ -144,6 +144,8 @@ def _load(path: Path) -> tuple[os.stat_result, bytes]:
             refuse(path, f"is {'a folder' if path.is_dir() else 'no regular file'}; wanted a file")
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
+            # Nothing behind the header is wanted yet.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             prefix = file.read(_PREFIX)
             length = _header_nbytes(path, prefix, status.st_size)
             raw = file.read(length)

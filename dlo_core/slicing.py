@@ -7,7 +7,6 @@ do.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from dlo_core.dtensor import is_dtensor, shard_groups
 from dlo_core.errors import CheckpointError, ConfigError
+from dlo_core.recipe import Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,16 +47,12 @@ class Cut:
     length: int
     parts: int = 1
 
-    def shape_of(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape that the slice of a tensor of shape ``whole`` has."""
-        shape = list(whole)
-        shape[self.dim] = self.length * self.parts
-        return tuple(shape)
-
-    def runs(self, whole: Sequence[int], itemsize: int) -> tuple[int, int, int]:
-        """Return (first byte, bytes, distance in bytes) of the equal runs that make the slice."""
-        inner = math.prod(whole[self.dim + 1 :]) * itemsize
-        return self.start * inner, self.length * inner, whole[self.dim] // self.parts * inner
+    def apply(self, recipe: Recipe) -> Recipe:
+        """Return the recipe of the slice of a tensor that has ``recipe``."""
+        step = recipe.shape[self.dim] // self.parts
+        places = range(self.start, self.start + step * self.parts, step or 1)[: self.parts]
+        parts = [recipe.narrow(self.dim, place, self.length) for place in places]
+        return Recipe.concat(parts, self.dim)
 
 
 class Slicing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from dlo_core.compatibility import check_parallel
 from dlo_core.engine import Engine
 from dlo_core.errors import ConfigError
 from dlo_core.hooks import offload_of
-from dlo_core.plan import Footprint, ModelPlan, plan_model, predict, sample_values
+from dlo_core.plan import Footprint, Loading, ModelPlan, plan_model, predict, sample_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -25,13 +25,19 @@ if TYPE_CHECKING:
     from dlo_core.agreement import Agreement
     from dlo_core.config import OffloadConfig
     from dlo_core.interface import Backend, Collective
+    from dlo_core.key_map import KeyMap
+    from dlo_core.post_load import PostLoad
     from dlo_core.progress import LoadProgress
     from dlo_core.slicing import TpPlan
+    from dlo_core.transforms import Transforms
 
     Path = str | os.PathLike[str]
     Checkpoints = Path | Sequence[Path | None] | None
     Blocks = Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]] | None
     Progress = bool | Callable[[LoadProgress], None]
+    KeyMaps = KeyMap | Sequence[KeyMap]
+    TransformsEach = Transforms | Sequence[Transforms]
+    PostLoads = PostLoad | Sequence[PostLoad]
 
 __all__ = ["Request", "Startup"]
 
@@ -53,8 +59,27 @@ class Request:
     checkpoint: Checkpoints
     blocks: Blocks
     progress: Progress
+    key_map: KeyMaps = None
+    transforms: TransformsEach = None
+    post_load: PostLoads = None
     tp_plan: TpPlan | None = None
     tp: tuple[int, int] = (0, 1)
+
+    def loadings(self) -> list[Loading]:
+        """Return where each model's values come from.
+
+        Raises:
+            ConfigError: There is not one of everything for each model.
+        """
+        count = len(self.models)
+        rows = zip(
+            _one_each(self.checkpoint, count),
+            _one_of("key_map", self.key_map, count),
+            _one_of("transforms", self.transforms, count),
+            _one_of("post_load", self.post_load, count),
+            strict=True,
+        )
+        return [Loading(*row) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +159,11 @@ class Startup:
         if len({id(model) for model in models}) < len(models):
             raise ConfigError("the same model was given twice")
         _check_disjoint(models)
-        for model, path in zip(models, _one_each(request.checkpoint, len(models)), strict=True):
+        for model, loading in zip(models, request.loadings(), strict=True):
             slicing = check_parallel(
                 model,
                 members=self._agreement.members if self.gathers else (),
-                stored=path is not None,
+                stored=loading.checkpoint is not None,
                 tp_plan=request.tp_plan,
                 tp=request.tp,
             )
@@ -147,7 +172,7 @@ class Startup:
                     model,
                     self._config,
                     blocks=request.blocks,
-                    checkpoint=path,
+                    loading=loading,
                     size=self._agreement.size if self.gathers else 1,
                     alignment=self._backend.capabilities.alignment,
                     device_type=self._backend.name,
@@ -196,6 +221,10 @@ class Startup:
             collective.close()
             raise
         assert engine is not None
+        # All ranks have read: what one gives back, no other wants any more.
+        for plan in plans:
+            if plan.checkpoint is not None:
+                plan.checkpoint.give_back_pages()
         return engine
 
     def _make_collective(self) -> Collective:
@@ -271,3 +300,15 @@ def _one_each(checkpoint: Checkpoints, count: int) -> list[Path | None]:
     if len(paths) != count:
         raise ConfigError(f"{count} models need {count} checkpoints; got {len(paths)}")
     return paths
+
+
+def _one_of(what: str, given: Any, count: int) -> list[Any]:
+    """Return one a model; for one model it is what was given."""
+    if given is None or count == 1:
+        return [given] * count
+    if not isinstance(given, list | tuple) or len(given) != count:
+        raise ConfigError(
+            f"{count} models need a sequence of {count} for {what}=, None where a model has none; "
+            f"got {given!r}"
+        )
+    return list(given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,11 +29,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from toys import WideBlock, inputs, same_bits
 
 import dlo_core as dlo
+from dlo_core.recipe import Recipe
+from dlo_core.safetensors_header import CheckpointTensor
 from dlo_core.slicing import Cut, Slicing
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch.distributed.device_mesh import DeviceMesh
 
 SLOW = pytest.mark.slow
@@ -261,22 +262,22 @@ def test_three_parts_in_one_tensor_are_sliced_one_by_one(tmp_path: Path) -> None
 
 
 def test_a_cut_is_the_slice_that_torch_makes() -> None:
-    """Runs of bytes along every dimension, in one part and in three."""
+    """Boxes of the stored tensor along every dimension, in one part and in three."""
     whole = torch.arange(6 * 6 * 6, dtype=torch.int32).view(6, 6, 6)
-    raw = whole.numpy().tobytes()
+    stored = CheckpointTensor("whole", Path("none"), torch.int32, (6, 6, 6), 0, whole.nbytes)
     for number in range(3):
         for parts in (1, 3):
             for start, length in ((0, 1), (1, 1), (0, 2)):
-                cut = Cut(number, start, length, parts)
+                recipe = Cut(number, start, length, parts).apply(Recipe.of(stored))
                 pieces = [part.narrow(number, start, length) for part in whole.chunk(parts, number)]
                 want = torch.cat(pieces, number)
-                first, nbytes, distance = cut.runs(whole.shape, 4)
-                count = want.nbytes // nbytes
-                got = b"".join(
-                    raw[first + i * distance : first + i * distance + nbytes] for i in range(count)
-                )
-                assert cut.shape_of(whole.shape) == tuple(want.shape)
-                assert got == want.contiguous().numpy().tobytes()
+                assert recipe.shape == tuple(want.shape)
+                got = torch.full_like(want, -1)
+                for patch in recipe.patches:
+                    box = whole.as_strided(patch.shape, patch.stride, patch.start)
+                    place = zip(patch.at, patch.shape, strict=True)
+                    got[tuple(slice(at, at + many) for at, many in place)] = box
+                assert torch.equal(got, want)
 
 
 def test_uneven_dtensors_stream_too() -> None:
