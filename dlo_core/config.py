@@ -10,7 +10,7 @@ from dlo_core.errors import ConfigError
 
 __all__ = ["HOST_TIERS", "OffloadConfig"]
 
-HOST_TIERS = ("pinned", "pageable")
+HOST_TIERS = ("pinned", "shared", "mapped", "pageable")
 # Ten years; a comm library counts in milliseconds or less and overflows some way beyond.
 _LONGEST_S = 315_360_000
 
@@ -27,9 +27,12 @@ class OffloadConfig:
             slot's
             own part and gather in place.
         resident: Dotted names of modules or tensors that stay on the device.
-        host: Kind of host memory: ``"pinned"``, ``"pageable"``, or None for the best that the
-            backend
-            has.
+        host: Kind of host memory (see docs/host-memory.md): ``"pinned"``, ``"shared"`` (one copy
+            a node, for ranks that do not gather), ``"mapped"`` (the checkpoint's pages),
+            ``"pageable"``; None: pinned where the backend can and pageable elsewhere, and one that
+            takes less where that does not fit. Ranks may differ.
+        pin_budget_bytes: The most bytes of host memory that this rank may page-lock; the blocks
+            beyond it are pageable. None: no limit of the caller's.
         timeout_s: Seconds that one fill may take.
         load_timeout_s: Seconds that the ranks wait for each other while loading.
         strict: Whether a checkpoint that does not fit the model is an error. False: the model's own
@@ -41,6 +44,7 @@ class OffloadConfig:
     stages: int = 2
     resident: tuple[str, ...] = ()
     host: str | None = None
+    pin_budget_bytes: int | None = None
     timeout_s: float = 600.0
     load_timeout_s: float = 1800.0
     strict: bool = True
@@ -65,6 +69,12 @@ class OffloadConfig:
         if self.host is not None and self.host not in HOST_TIERS:
             known = ", ".join(map(repr, HOST_TIERS))
             raise ConfigError(f"host must be one of {known}, or None; got {self.host!r}")
+        budget = self.pin_budget_bytes
+        if budget is not None and (not _is_int(budget) or budget < 0):
+            raise ConfigError(
+                "pin_budget_bytes must be a whole number of bytes, 0 or more, or None; got "
+                f"{budget!r}"
+            )
         for name in ("timeout_s", "load_timeout_s"):
             _check_seconds(name, getattr(self, name))
         if isinstance(self.resident, str):

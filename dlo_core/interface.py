@@ -79,6 +79,8 @@ class Capabilities:
             ``PinnedAllocator.register``; shared mappings, too.
         readonly_registration: Whether this works for a mapping that must not be written, such as
             the pages of a file.
+        lock_limit: Whether the system's limit on locked memory (``ulimit -l``) holds for what
+            the backend page-locks; many drivers do not ask it.
     """
 
     alignment: int = 256
@@ -86,6 +88,7 @@ class Capabilities:
     pinned_memory: bool = False
     host_registration: bool = False
     readonly_registration: bool = False
+    lock_limit: bool = False
 
     def __post_init__(self) -> None:
         """Refuse an alignment that is not a power of two of at least 64."""

@@ -21,19 +21,28 @@ if TYPE_CHECKING:
 __all__ = ["count_shard_nbytes", "load_shards"]
 
 
-def count_shard_nbytes(plans: Sequence[ModelPlan], rank: int) -> int:
+def count_shard_nbytes(
+    plans: Sequence[ModelPlan], rank: int, part: tuple[int, int] = (0, 1)
+) -> int:
     """Return the bytes that ``rank`` reads for its shards, trailers and padding not counted."""
+    blocks = [row for plan in plans for row in zip(plan.layouts, plan.shards, strict=True)]
     return sum(
         stop - start
-        for plan in plans
-        for layout, shard in zip(plan.layouts, plan.shards, strict=True)
+        for number, (layout, shard) in enumerate(blocks)
+        if number % part[1] == part[0]
         for piece in shard.pieces(rank)
         for _, start, stop, _ in _parts(layout, piece)
     )
 
 
 def load_shards(
-    plans: Sequence[ModelPlan], store: HostStore, *, rank: int, digest: bytes, report: Report
+    plans: Sequence[ModelPlan],
+    store: HostStore,
+    *,
+    rank: int,
+    digest: bytes,
+    report: Report,
+    part: tuple[int, int] = (0, 1),
 ) -> None:
     """Read the shards of all blocks of all plans into ``store``, block by block.
 
@@ -43,6 +52,7 @@ def load_shards(
         rank: In the shard group.
         digest: Ends every shard, with the block and the rank.
         report: Is told the bytes.
+        part: (i, n): read only the i-th of n parts of the blocks, for a store that ranks share.
 
     Raises:
         CheckpointError: The bytes cannot be read.
@@ -50,12 +60,15 @@ def load_shards(
     number = 0
     for plan in plans:
         for layout, cut in zip(plan.layouts, plan.shards, strict=True):
-            shard = store.shard(number)
-            for piece in cut.pieces(rank):
-                _load_piece(layout, piece, plan.sources, shard, report)
-            if cut.size > 1:
-                end = torch.frombuffer(bytearray(trailer(digest, number, rank)), dtype=torch.uint8)
-                shard[cut.nbytes - TRAILER_NBYTES :] = end
+            if number % part[1] == part[0]:
+                with store.writing(number) as shard:
+                    for piece in cut.pieces(rank):
+                        _load_piece(layout, piece, plan.sources, shard, report)
+                    if cut.size > 1:
+                        end = bytearray(trailer(digest, number, rank))
+                        shard[cut.nbytes - TRAILER_NBYTES :] = torch.frombuffer(
+                            end, dtype=torch.uint8
+                        )
             number += 1
     report.finish()
 
