@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Arena", "cut"]
 
-_PROBE_NBYTES = 3 * mmap.PAGESIZE
+# A power of two and a page: rounded up it takes more than the two pages that may lie at its ends.
+_PROBE_NBYTES = 5 * mmap.PAGESIZE
 # What the last buffer may be too large by, as a part of the total.
 _SLACK = 256
 

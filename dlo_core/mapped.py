@@ -19,6 +19,7 @@ import torch
 
 from dlo_core.errors import CheckpointError, ConfigError
 from dlo_core.host import HostBytes, HostStore, register_ranges
+from dlo_core.rawbytes import move_bytes
 from dlo_core.shard import TRAILER_NBYTES, trailer
 from dlo_core.source import StoredTensor
 from dlo_core.staging import StagingFeed
@@ -105,7 +106,7 @@ class PageReader:
             source.read(layout.tensors[index], start, stop, out[at : at + stop - start])
         end = self._shards.end(number)
         if end is not None:
-            out[end[0] : end[0] + TRAILER_NBYTES] = _bytes(end[1])
+            move_bytes(out[end[0] : end[0] + TRAILER_NBYTES], _bytes(end[1]))
 
 
 class StagedStore(HostStore):
@@ -137,6 +138,7 @@ class StagedStore(HostStore):
         self._shards = _Shards(plans, rank, digest)
         self._timeout_s = timeout_s
         self.tiers = ("mapped",) * len(self._shards.sizes)
+        self._feed: StagingFeed | None = None
         self._buffers: list[HostBuffer] = []
         try:
             for _ in range(2):
@@ -166,18 +168,28 @@ class StagedStore(HostStore):
 
     def feed(self) -> Feed:
         """Return a feed with a worker of its own."""
-        return StagingFeed(
+        self._feed = StagingFeed(
             PageReader(self._shards),
             self._shards.sizes,
             self.runs,
             worker=Worker(),
             timeout_s=self._timeout_s,
         )
+        return self._feed
 
     def release(self) -> None:
-        """Give the buffers back."""
+        """Give the buffers back, unless a thread that hangs in a read may still write to them."""
+        if self._feed is not None:
+            self._feed.close()
+            if not self._feed.ended:
+                _unended.append(self)
+                return
         for buffer in self._buffers:
             buffer.release()
+
+
+# Kept for ever: the memory of reads that never came back.
+_unended: list[StagedStore] = []
 
 
 class PagesStore(HostStore):

@@ -108,13 +108,13 @@ def receive(address: str, node: str) -> int:
 
 
 class Segment:
-    """The memory as this process maps it; the descriptor is not kept."""
+    """The memory as this process maps it."""
 
     def __init__(self, descriptor: int, nbytes: int, part: tuple[int, int]) -> None:
         """Map the memory and have this rank's part of its pages made.
 
         Args:
-            descriptor: Of the memory; closed.
+            descriptor: Of the memory; closed (Python's mapping has one of its own).
             nbytes: Its size.
             part: (i, n): this rank is the i-th of n that make the pages.
 

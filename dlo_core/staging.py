@@ -33,7 +33,13 @@ __all__ = ["StagingFeed"]
 
 
 class StagingFeed(Feed):
-    """Reads each block anew for each of its copies. See [Note: staging]."""
+    """Reads each block anew for each of its copies. See [Note: staging].
+
+    Attributes:
+        ended: Whether the worker is known to touch the buffers no more.
+    """
+
+    ended = False
 
     def __init__(
         self,
@@ -88,9 +94,8 @@ class StagingFeed(Feed):
         self._jobs.clear()
 
     def close(self) -> None:
-        """Stop the worker; where it does not end, its buffers live on with it."""
-        if not self._worker.close():
-            _unended.append(self)
+        """Stop the worker; give it a moment to end."""
+        self.ended = self.ended or self._worker.close()
         self._jobs.clear()
 
     def _carry(self, block: int, filled: Event, queue: Callable[[Sequence[Part]], None]) -> None:
@@ -115,7 +120,3 @@ class StagingFeed(Feed):
         """Show the buffers and what is under way."""
         size = self._buffers[0].nbytes if self._buffers else 0
         return f"StagingFeed({len(self._buffers)} x {size:,} bytes, {len(self._jobs)} under way)"
-
-
-# A thread that hangs in a read may still write: what it writes into must not be given back.
-_unended: list[StagingFeed] = []

@@ -124,21 +124,30 @@ def _private_store(
     backend: Backend, sizes: Sequence[int], pinned: Sequence[bool], *, must_pin: bool
 ) -> PrivateStore:
     """Pin what was settled; where that fails and need not be, half of it, and so on."""
+    wanted = left = _chosen_nbytes(sizes, pinned)
+    problem: HostMemoryError | None = None
     while True:
         try:
-            return PrivateStore(backend.allocator, sizes, pinned)
+            store = PrivateStore(backend.allocator, sizes, pinned)
+            break
         except HostMemoryError as error:
             if must_pin or not any(pinned):
                 raise
-            wanted = sum(nbytes for nbytes, yes in zip(sizes, pinned, strict=True) if yes)
-            pinned = spread(sizes, wanted // 2)
-            left = sum(nbytes for nbytes, yes in zip(sizes, pinned, strict=True) if yes)
-            warnings.warn(
-                f"{error}; {left:,} bytes are pinned instead of {wanted:,} and the rest is "
-                "pageable: give host='pinned' to make this an error",
-                DloWarning,
-                stacklevel=2,
-            )
+            problem = problem or error.with_traceback(None)
+            pinned = spread(sizes, left // 2)
+            left = _chosen_nbytes(sizes, pinned)
+    if problem is not None:
+        warnings.warn(
+            f"{problem}; {left:,} bytes are pinned instead of {wanted:,} and the rest is "
+            "pageable: give host='pinned' to make this an error",
+            DloWarning,
+            stacklevel=2,
+        )
+    return store
+
+
+def _chosen_nbytes(sizes: Sequence[int], chosen: Sequence[bool]) -> int:
+    return sum(nbytes for nbytes, yes in zip(sizes, chosen, strict=True) if yes)
 
 
 def _mapped_store(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from poison import PoisonBackend
 
 from dlo_core.errors import HostMemoryError
 from dlo_core.interface import Capabilities, PinnedAllocator
 from dlo_core.pages import PageableBuffer
-from poison import PoisonBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,13 +44,12 @@ class PinnedBuffer(PageableBuffer):
         self.locked_nbytes = self._counted.nbytes
         super().__init__(nbytes)
 
+        # For a model that is forgotten.
+        weakref.finalize(self, self._counted.release)
+
     def release(self) -> None:
         """Let go, and count it."""
         super().release()
-        self._counted.release()
-
-    def __del__(self) -> None:
-        """Count it, for a model that is forgotten."""
         self._counted.release()
 
 
@@ -110,7 +111,7 @@ class PinningBackend(PoisonBackend):
     ) -> None:
         super().__init__(delay_s)
         self.counted = CountingAllocator(limit=limit, rounds=rounds)
-        self.allocator = self.counted  # type: ignore[assignment]
+        self.allocator = self.counted
         self.capabilities = Capabilities(
             host_blocks=True,
             pinned_memory=True,
@@ -125,9 +126,10 @@ def machine_of(root: object = "/", node: str | None = None) -> Iterator[None]:
     """Let offloads inside see another machine: its files under ``root``, its name ``node``."""
     from dlo_core import startup
 
-    original = startup.Machine
-    startup.Machine = lambda: original(str(root), node)  # type: ignore[assignment, misc]
+    module: Any = startup
+    original = module.Machine
+    module.Machine = lambda: original(str(root), node)
     try:
         yield
     finally:
-        startup.Machine = original  # type: ignore[misc]
+        module.Machine = original

@@ -1,4 +1,4 @@
-"""The ledger: right for every budget, the same on every rank, and a refusal that shows the table."""
+"""The ledger: right for every budget, the same on every rank; a refusal shows the table."""
 
 from __future__ import annotations
 

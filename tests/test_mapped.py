@@ -1,11 +1,11 @@
-"""The mapped tier: right bits whenever the reading thread comes, bounded memory, and clear errors."""
+"""The mapped tier: right bits whenever the reading thread comes, bounded memory, clear errors."""
 
 from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,17 +24,19 @@ import dlo_core as dlo
 import dlo_core.binding
 from dlo_core import mapped, staging
 from dlo_core.checkpoint import Checkpoint
+from dlo_core.source import ModuleTensor
 from dlo_core.testing import Recorder, SimAgreement, SimBackend, World
 from dlo_core.transfer import InPlaceTransfer, LocalTransfer, StagedTransfer, Transfer
 from dlo_core.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from torch import nn
 
 SHORT: dict[str, Any] = {"timeout_s": 10.0, "load_timeout_s": 10.0}
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "local": {"use_allgather": False},
     "staged": {"use_allgather": True, "stages": 2},
     "in place": {"use_allgather": True, "stages": 0},
@@ -43,8 +45,13 @@ WAYS = {
 
 def store(model: nn.Module, folder: Path, name: str = "model.safetensors") -> Path:
     path = folder / name
-    save_file({key: t.contiguous() for key, t in model.state_dict().items()}, path)
+    tensors = model.state_dict().items()
+    save_file({k: t.clone(memory_format=torch.contiguous_format) for k, t in tensors}, path)
     return path
+
+
+# As a module whose names a test may replace.
+patchable: Any = mapped
 
 
 @pytest.fixture
@@ -103,18 +110,25 @@ def compute_that_keeps_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @torch.no_grad()
 def wrong_on_the_late_device(
-    way: str, eager: tuple[str, ...], mode: str, path: Path, depth: int, seed: int | None = None
+    way: str,
+    eager: tuple[str, ...],
+    mode: str,
+    path: Path,
+    *,
+    depth: int,
+    seed: int | None = None,
 ) -> int:
     """Run passes; return how many outputs differ. The worker is inline, the device late."""
-    mapped.Worker = partial(InlineWorker, mode, seed or 0)  # type: ignore[assignment, misc]
+    patchable.Worker = partial(InlineWorker, mode, seed or 0)
     backend = LateBackend(eager, seed)
     model = LateToy(5)
     resident = LateToy(5)
     done = start(model, path, backend, depth=depth, **WAYS[way])
     outs = []
-    for number, calls in enumerate([None, None, (0, 2, 4), None, (1,), None]):
-        if dist.is_initialized() and dist.get_rank():
-            calls = None
+    programs = [None, None, (0, 2, 4), None, (1,), None]
+    if dist.is_initialized() and dist.get_rank():
+        programs = [None] * 6
+    for number, calls in enumerate(programs):
         x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
         outs.append((model(x, backend, calls), resident(x, None, calls)))
     backend.synchronize()
@@ -141,9 +155,8 @@ def count_wrong(way: str, runs: list[Callable[[], int]]) -> int:
 
 @pytest.fixture
 def late_checkpoint(tmp_path: Path, compute_that_keeps_tensors: None) -> Iterator[Path]:
-    original = mapped.Worker
     yield store(LateToy(5), tmp_path)
-    mapped.Worker = original  # type: ignore[misc]
+    patchable.Worker = Worker
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -151,13 +164,13 @@ def test_bits_are_right_however_late_the_reading_and_the_streams_are(
     way: str, late_checkpoint: Path
 ) -> None:
     runs: list[Callable[[], int]] = [
-        partial(wrong_on_the_late_device, way, eager, mode, late_checkpoint, depth)
+        partial(wrong_on_the_late_device, way, eager, mode, late_checkpoint, depth=depth)
         for eager in EAGER
         for mode in MODES
         for depth in (2, 3)
     ]
     runs += [
-        partial(wrong_on_the_late_device, way, (), "random", late_checkpoint, 3, seed)
+        partial(wrong_on_the_late_device, way, (), "random", late_checkpoint, depth=3, seed=seed)
         for seed in range(6)
     ]
     assert count_wrong(way, runs) == 0
@@ -204,12 +217,12 @@ def test_bits_are_wrong_without(
         monkeypatch.setattr(Transfer, "acquire", plain_acquire)
     else:
         monkeypatch.setattr(staging.StagingFeed, "catch_up", without_catching_up)
-    run = partial(wrong_on_the_late_device, way, eager, mode, late_checkpoint, depth)
+    run = partial(wrong_on_the_late_device, way, eager, mode, late_checkpoint, depth=depth)
     assert count_wrong(way, [run]) > 0
 
 
 def test_settling_waits_for_what_is_not_even_read(late_checkpoint: Path) -> None:
-    mapped.Worker = partial(InlineWorker, "late")  # type: ignore[assignment, misc]
+    patchable.Worker = partial(InlineWorker, "late")
     backend = LateBackend()
     model = LateToy(5)
     offloaded = start(model, late_checkpoint, backend)
@@ -290,7 +303,7 @@ def test_pages_that_the_device_can_lock_are_copied_from_where_they_lie(
                     assert torch.equal(mine(inputs(number)), model(inputs(number)))
             offloaded.shutdown()
             assert backend.counted.taken == 0
-            del offloaded
+            del offloaded, mine
 
     run_ranks(body, 1 if way == "local" else 2)
 
@@ -310,9 +323,7 @@ def test_pages_that_cannot_be_locked_go_through_staging(checkpoint: Path) -> Non
 
 
 @pytest.mark.parametrize(("budget", "pinned"), [(None, 2048), (2048, 2048), (2047, 0), (0, 0)])
-def test_staging_keeps_to_the_pin_budget(
-    budget: int | None, pinned: int, checkpoint: Path
-) -> None:
+def test_staging_keeps_to_the_pin_budget(budget: int | None, pinned: int, checkpoint: Path) -> None:
     backend = PinningBackend()
     with start(make_toy(5), checkpoint, backend, pin_budget_bytes=budget) as offloaded:
         assert offloaded.stats().pinned_bytes == backend.counted.taken == pinned
@@ -336,19 +347,30 @@ def test_what_is_not_in_a_file_as_it_computes_is_refused_by_name(tmp_path: Path)
     # With the choice left free there is nothing to refuse.
     start(model, path, PoisonBackend(), host=None).disable()
 
-    model = make_toy(3)
-    big = torch.zeros(1 << 18) + 1
-    model.blocks[0].register_buffer("big", torch.cat([big, big]), persistent=False)
-    path = store(model, tmp_path, "again.safetensors")
-    with pytest.raises(dlo.ConfigError, match=r"'blocks\.0\.big' does not come from the checkpoint"):
-        start(model, path, PoisonBackend())
+
+def test_a_tensor_from_elsewhere_than_the_file_is_named(checkpoint: Path) -> None:
+    offloaded = start(make_toy(5), checkpoint, PoisonBackend())
+    (plan,) = offloaded.engine.plans
+    assert mapped.why_not_mapped([plan]) is None
+    name = "blocks.2.norm.bias"
+    sources = {**plan.sources, name: ModuleTensor(torch.zeros(8))}
+    reason = mapped.why_not_mapped([replace(plan, sources=sources)])
+    assert reason == f"{name!r} does not come from the checkpoint as it is stored"
+    offloaded.shutdown()
 
 
 def test_the_checkpoints_pages_are_not_for_writing(checkpoint: Path) -> None:
     for backend in (PoisonBackend(), PinningBackend(readonly_registration=True)):
-        with start(make_toy(5), checkpoint, backend) as offloaded:
-            with pytest.raises(dlo.UseError, match="mapped tier keeps no copy"):
-                offloaded.engine.store.shard(0)
+        offloaded = start(make_toy(5), checkpoint, backend)
+        with pytest.raises(dlo.UseError, match="mapped tier keeps no copy"):
+            offloaded.engine.store.shard(0)
+        offloaded.disable()
+
+
+def run_passes(model: nn.Module, count: int) -> None:
+    with torch.inference_mode():
+        for number in range(count):
+            model(inputs(number))
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -393,10 +415,9 @@ def test_an_error_on_one_rank_is_an_error_in_time_on_the_other(checkpoint: Path)
             def read(*args: Any) -> None:
                 raise dlo.CheckpointError("the disk is gone")
 
-            Checkpoint.read = read  # type: ignore[method-assign]
-        with pytest.raises(dlo.DloError) as caught, torch.no_grad():
-            for number in range(3):
-                model(inputs(number))
+            setattr(Checkpoint, "read", read)  # noqa: B010 - this process ends with the test
+        with pytest.raises(dlo.DloError) as caught:
+            run_passes(model, 3)
         text = str(caught.value)
         del caught
         offloaded.shutdown()
@@ -411,9 +432,8 @@ def test_a_file_that_is_cut_short_is_an_error_and_not_the_end(checkpoint: Path) 
     model = make_toy(5)
     offloaded = start(model, checkpoint, PoisonBackend(0))
     os.truncate(checkpoint, checkpoint.stat().st_size // 2)
-    with pytest.raises(dlo.FillError, match=r"truncated|was written to"), torch.no_grad():
-        for number in range(3):
-            model(inputs(number))
+    with pytest.raises(dlo.FillError, match=r"truncated|was written to"):
+        run_passes(model, 3)
     offloaded.shutdown()
 
 
@@ -429,26 +449,22 @@ def test_a_read_that_hangs_is_a_timeout_and_holds_no_shutdown(
         original(self, name, start, stop, out)
 
     monkeypatch.setattr(Checkpoint, "read", read)
-    monkeypatch.setattr(Worker, "close", partial(_close_soon, Worker.close))
+    close = Worker.close
+    monkeypatch.setattr(Worker, "close", lambda self: close(self, 0.2))
     model = make_toy(5)
-    offloaded = start(model, checkpoint, PoisonBackend(0), timeout_s=0.3)
+    backend = PinningBackend()
+    offloaded = start(model, checkpoint, backend, timeout_s=0.3)
     hang[0] = True
     with pytest.raises(dlo.FillTimeout, match=r"blocks\.2.*timed out after 0\.3 s"):
-        with torch.no_grad():
-            for number in range(2):
-                model(inputs(number))
+        run_passes(model, 2)
     began = time.monotonic()
     offloaded.shutdown()
     assert time.monotonic() - began < 2.0
     # What the thread may still write into is not given back before it ends.
-    assert len(staging._unended) == 1
+    assert len(mapped._unended) == 1
+    assert backend.counted.taken == 2 * 1024
     hang[0] = False
-    staging._unended.clear()
-
-
-def _close_soon(close: Any, self: Any = None) -> bool:
-    ended: bool = close(self, 0.2)
-    return ended
+    mapped._unended.clear()
 
 
 @pytest.mark.parametrize("end", ["disable", "shutdown", "forget"])
