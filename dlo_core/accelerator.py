@@ -195,7 +195,8 @@ class AcceleratorBackend(Backend):
             for side in (dst, src):
                 # torch's allocator knows the stream on which a tensor was made, and no other.
                 if side.device.type == self.name:
-                    side.record_stream(self.current_stream())
+                    stream: Any = self.current_stream()
+                    side.record_stream(stream)
 
     def new_check(self) -> Check:
         """Return a new comparison on the device."""

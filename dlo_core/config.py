@@ -10,7 +10,7 @@ from dlo_core.errors import ConfigError
 
 __all__ = ["HOST_TIERS", "OffloadConfig"]
 
-HOST_TIERS = ("pinned", "pageable")
+HOST_TIERS = ("pinned", "shared", "mapped", "pageable")
 # Ten years; a comm library counts in milliseconds or less and overflows some way beyond.
 _LONGEST_S = 315_360_000
 _MOST_THREADS = 256
@@ -28,9 +28,12 @@ class OffloadConfig:
             slot's
             own part and gather in place.
         resident: Dotted names of modules or tensors that stay on the device.
-        host: Kind of host memory: ``"pinned"``, ``"pageable"``, or None for the best that the
-            backend
-            has.
+        host: Kind of host memory (see docs/host-memory.md): ``"pinned"``, ``"shared"`` (one copy
+            a node, for ranks that do not gather), ``"mapped"`` (the checkpoint's pages),
+            ``"pageable"``; None: pinned where the backend can and pageable elsewhere, and one that
+            takes less where that does not fit. Ranks may differ.
+        pin_budget_bytes: The most bytes of host memory that this rank may page-lock; the blocks
+            beyond it are pageable. None: no limit of the caller's.
         shard_within: ``"node"``: the shards are spread over those ranks of the shard group that are
             on one node, so that no weights travel between nodes and each node has a whole copy.
             None: over the whole group.
@@ -48,6 +51,7 @@ class OffloadConfig:
     stages: int = 2
     resident: tuple[str, ...] = ()
     host: str | None = None
+    pin_budget_bytes: int | None = None
     shard_within: str | None = None
     timeout_s: float = 600.0
     load_timeout_s: float = 1800.0
@@ -75,19 +79,13 @@ class OffloadConfig:
         if self.host is not None and self.host not in HOST_TIERS:
             known = ", ".join(map(repr, HOST_TIERS))
             raise ConfigError(f"host must be one of {known}, or None; got {self.host!r}")
-        if self.shard_within not in (None, "node"):
-            raise ConfigError(f"shard_within must be 'node' or None; got {self.shard_within!r}")
-        if self.shard_within and not self.use_allgather:
+        budget = self.pin_budget_bytes
+        if budget is not None and (not _is_int(budget) or budget < 0):
             raise ConfigError(
-                "shard_within='node' says who shares the weights, and with use_allgather=False "
-                "nobody does; leave one of the two out"
+                "pin_budget_bytes must be a whole number of bytes, 0 or more, or None; got "
+                f"{budget!r}"
             )
-        threads = self.load_threads
-        if threads is not None and (not _is_int(threads) or not 1 <= threads <= _MOST_THREADS):
-            raise ConfigError(
-                f"load_threads must be a whole number from 1 to {_MOST_THREADS}, or None; got "
-                f"{threads!r}"
-            )
+        self._check_choices()
         for name in ("timeout_s", "load_timeout_s"):
             _check_seconds(name, getattr(self, name))
         if isinstance(self.resident, str):
@@ -101,6 +99,21 @@ class OffloadConfig:
         object.__setattr__(self, "resident", tuple(self.resident))
         if not all(isinstance(name, str) and name for name in self.resident):
             raise ConfigError(f"resident must hold non-empty dotted names; got {self.resident!r}")
+
+    def _check_choices(self) -> None:
+        if self.shard_within not in (None, "node"):
+            raise ConfigError(f"shard_within must be 'node' or None; got {self.shard_within!r}")
+        if self.shard_within and not self.use_allgather:
+            raise ConfigError(
+                "shard_within='node' says who shares the weights, and with use_allgather=False "
+                "nobody does; leave one of the two out"
+            )
+        threads = self.load_threads
+        if threads is not None and (not _is_int(threads) or not 1 <= threads <= _MOST_THREADS):
+            raise ConfigError(
+                f"load_threads must be a whole number from 1 to {_MOST_THREADS}, or None; got "
+                f"{threads!r}"
+            )
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> OffloadConfig:

@@ -7,7 +7,6 @@ device and what is on the host can be told apart and measured.
 from __future__ import annotations
 
 import itertools
-import mmap
 import threading
 import weakref
 from functools import partial
@@ -19,15 +18,15 @@ import torch.distributed as dist
 
 from dlo_core.collective import all_gather_bytes, living, release_group
 from dlo_core.cpu_stream import CpuEvent, CpuStream, HostStream, current_stream, stream_context
-from dlo_core.errors import BackendError, HostMemoryError
+from dlo_core.errors import BackendError
 from dlo_core.interface import (
     Backend,
     Capabilities,
     Check,
     Collective,
     MemoryInfo,
-    PinnedAllocator,
 )
+from dlo_core.pages import PageableAllocator, PageableBuffer
 from dlo_core.rawbytes import move_bytes
 from dlo_core.registry import hookimpl
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-__all__ = ["CpuBackend", "dlo_backend"]
+__all__ = ["CpuBackend", "PageableAllocator", "PageableBuffer", "dlo_backend"]
 
 
 class _Ledger:
@@ -53,57 +52,6 @@ class _Ledger:
 
 _ledger = _Ledger()
 _names = itertools.count()
-
-
-class PageableBuffer:
-    """Host memory of exact size in a mapping of its own."""
-
-    pinned = False
-    locked_nbytes = 0
-
-    def __init__(self, nbytes: int) -> None:
-        """Map ``nbytes`` zero bytes.
-
-        Raises:
-            HostMemoryError: The system refused.
-        """
-        self.nbytes = nbytes
-        if not nbytes:
-            self._tensor: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device="cpu")
-            return
-        try:
-            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError, OverflowError) as error:
-            free = psutil.virtual_memory().available
-            raise HostMemoryError(
-                f"cannot map {nbytes:,} bytes of host memory ({error}); "
-                f"{free:,} bytes are available: use more ranks, or a machine with more memory"
-            ) from error
-        if hasattr(mmap, "MADV_DONTDUMP"):
-            # Weights do not belong into core dumps, and no neighbour mapping is merged with ours.
-            pages.madvise(mmap.MADV_DONTDUMP)
-        # The tensor holds the mapping; it goes when the last view goes.
-        self._tensor = torch.frombuffer(pages, dtype=torch.uint8)
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The bytes; raises after ``release``."""
-        if self._tensor is None:
-            raise BackendError("this host buffer was released")
-        return self._tensor
-
-    def release(self) -> None:
-        """Let the mapping go with its last view."""
-        self._tensor = None
-
-
-class PageableAllocator(PinnedAllocator):
-    """Makes pageable buffers: a CPU has nobody to pin for."""
-
-    def allocate(self, nbytes: int) -> PageableBuffer:
-        """Return ``nbytes`` bytes in a mapping of their own."""
-        with torch.inference_mode(False):
-            return PageableBuffer(nbytes)
 
 
 class CpuCheck(Check):

@@ -11,7 +11,6 @@ import torch
 from dlo_core.binding import BlockBinding
 from dlo_core.errors import UseError
 from dlo_core.hooks import Hooks
-from dlo_core.host import HostStore
 from dlo_core.layout import BlockLayout
 from dlo_core.loader import count_shard_nbytes, load_blocks, load_shards
 from dlo_core.progress import LoadProgress, reporting
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
     from dlo_core.agreement import Agreement
     from dlo_core.config import OffloadConfig
+    from dlo_core.host import HostStore
     from dlo_core.interface import Backend, Collective
     from dlo_core.plan import ModelPlan
     from dlo_core.slots import Slot
@@ -57,13 +57,13 @@ class Engine:
         *,
         backend: Backend,
         collective: Collective,
+        store: HostStore,
         digest: bytes,
         progress: bool | Callable[[LoadProgress], None],
     ) -> None:
-        """Allocate all memory and read all bytes; no model is touched.
+        """Allocate the device's memory and read all bytes into ``store``; no model is touched.
 
         Raises:
-            HostMemoryError: The host store cannot be had.
             CheckpointError: The bytes cannot be read.
         """
         self.plans = tuple(plans)
@@ -72,20 +72,10 @@ class Engine:
         self._timeout_s = config.timeout_s
         self.shards = [shard for plan in plans for shard in plan.shards]
         self.layouts = [layout for plan in plans for layout in plan.layouts]
-        self.store = HostStore(backend.allocator, [shard.nbytes for shard in self.shards])
-        total = count_shard_nbytes(plans, collective.rank)
-        hosts = [remainder_run(plan.remainder.nbytes) for plan in plans]
-        with reporting(progress, total) as report:
-            load_shards(
-                plans,
-                self.store,
-                rank=collective.rank,
-                digest=digest,
-                report=report,
-                remainders=hosts,
-                threads=config.load_threads,
-            )
+        self.store = store
         self._load_threads = config.load_threads
+        hosts = [remainder_run(plan.remainder.nbytes) for plan in plans]
+        self._load(digest, progress, hosts)
         self.pool = self._make_pool(config)
         self.remainders = [
             [Remainder(backend, plan.inventory.remainder, plan.remainder, host)]
@@ -96,6 +86,27 @@ class Engine:
         self.streamers: list[Streamer] = []
         self._hooks: list[Hooks] = []
         self._waves = itertools.count(1)
+
+    def _load(
+        self,
+        digest: bytes,
+        progress: bool | Callable[[LoadProgress], None],
+        hosts: Sequence[torch.Tensor],
+    ) -> None:
+        """Read this rank's shards, or its part of those that it shares, and the remainders."""
+        rank = self.collective.rank
+        total = count_shard_nbytes(self.plans, rank) if self.store.reads else 0
+        with reporting(progress, total) as report:
+            load_shards(
+                self.plans,
+                self.store,
+                rank=rank,
+                digest=digest,
+                report=report,
+                part=self.store.part,
+                remainders=hosts,
+                threads=self._load_threads,
+            )
 
     def _make_pool(self, config: OffloadConfig) -> Pool:
         gathers = self.collective.size > 1
@@ -119,14 +130,14 @@ class Engine:
                 rows = expected_trailers(digest, number, shard.size)
                 expected = trailers[number * row : (number + 1) * row].view(rows.shape)
                 self._backend.copy(expected, rows)
-            host = self.store.shard(number)
-            made.append(TravellingBlock(shard, host, expected, BlockTimes.new(self._backend)))
+            parts = self.store.parts(number)
+            made.append(TravellingBlock(shard, parts, expected, BlockTimes.new(self._backend)))
         self._backend.current_stream().synchronize()
         return made
 
     def _make_transfer(self, config: OffloadConfig) -> Transfer:
         if self.collective.size == 1:
-            return LocalTransfer(self._backend, self.pool, self.blocks)
+            return LocalTransfer(self._backend, self.pool, self.blocks, feed=self.store.feed())
         kind = StagedTransfer if config.stages else InPlaceTransfer
         return kind(
             self._backend,
@@ -134,6 +145,7 @@ class Engine:
             self.blocks,
             collective=self.collective,
             unpack=RawUnpack(self._backend),
+            feed=self.store.feed(),
         )
 
     def prepare(self, agreement: Agreement) -> None:
@@ -271,10 +283,10 @@ class Engine:
 
     def _fetch(self) -> dict[int, list[torch.Tensor]]:
         """Return the values of every block's tensors in host memory of their own."""
-        if not self.transfer.gathers:
+        if not self.transfer.gathers and self.store.reads:
             self._settle()
             return {
-                number: _tensors(layout, self.store.shard(number))
+                number: _tensors(layout, self.store.whole(number))
                 for number, layout in enumerate(self.layouts)
             }
         if all(plan.checkpoint is not None for plan in self.plans):

@@ -14,6 +14,7 @@ from dlo_core.errors import ConfigError, DloError, DloWarning, RestoreError, Use
 from dlo_core.registry import resolve
 from dlo_core.shard_group import ShardGroup
 from dlo_core.startup import Request, Startup
+from dlo_core.tiers import check_tier
 from dlo_core.trace import collect_stats
 
 if TYPE_CHECKING:
@@ -351,9 +352,10 @@ class LayerwiseOffload:
             names = ", ".join(type(model).__name__ for model in self._models)
             state = f"failed: {failure}" if failure else f"{names}, {len(self.blocks)} blocks"
         mode = "gather" if self._gathers else "rank-local"
+        tiers = f", host: {self._tiers()}" if self._engine and not self._shut_down else ""
         return (
             f"LayerwiseOffload({state}, device={str(self.device)!r}, {mode}, rank {self.rank} of "
-            f"{self.size}, depth={self._config.depth})"
+            f"{self.size}, depth={self._config.depth}{tiers})"
         )
 
     @property
@@ -369,6 +371,19 @@ class LayerwiseOffload:
         topology = self._topology
         return (0, 1) if topology is None else (topology.tp_rank, topology.sizes.tp)
 
+    def _tiers(self) -> str:
+        """Return the bytes of host memory by tier."""
+        assert self._engine is not None
+        host = self._engine.store.account
+        kinds = {
+            "pinned": host.pinned,
+            "shared": host.shared,
+            "pageable": host.pageable,
+            "staging": host.staging,
+            "mapped": host.mapped,
+        }
+        return ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in kinds.items() if nbytes)
+
     def _where(self) -> str:
         return f" on rank {self.rank} of {self.size}" if self.size > 1 else ""
 
@@ -383,11 +398,7 @@ class LayerwiseOffload:
         problem: BaseException | None = None
         try:
             backend = resolve(device)
-            if self._config.host == "pinned" and not backend.capabilities.pinned_memory:
-                raise ConfigError(
-                    f"host='pinned' cannot be had: the backend {backend.name!r} has no pinned "
-                    "memory; use host=None or 'pageable'"
-                )
+            check_tier(self._config.host, backend.name, backend.capabilities)
         # Every rank must hear of it, whatever it is.
         except BaseException as error:
             problem = error
@@ -429,7 +440,7 @@ class LayerwiseOffload:
         )
         _logger.info(
             "enabled %s in %s: %d blocks, %d bytes; device %d bytes (slots %d, stages %d, "
-            "remainder %d), host %d bytes%s",
+            "remainder %d), host %d bytes (%s)%s",
             ", ".join(type(model).__name__ for model in self._models),
             mode,
             len(self.blocks),
@@ -439,6 +450,7 @@ class LayerwiseOffload:
             print_.stages_nbytes,
             print_.remainder_nbytes,
             print_.host_nbytes,
+            self._tiers(),
             "; no checkpoint to restore from: disable() needs all ranks" if needs_all else "",
             extra=self._extra,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,7 +50,7 @@ def load_shards(
 
     Args:
         plans: The models.
-        store: Holds one shard a block, in the order of the plans.
+        store: Holds one shard a block, in the order of the plans; one that does not read gets none.
         rank: In the shard group.
         digest: Ends every shard, with the block and the rank.
         report: Is told the bytes.
@@ -63,22 +64,24 @@ def load_shards(
         CheckpointError: The bytes cannot be read.
     """
     work, whole = Work(), Work()
-    number = 0
-    for plan in plans:
-        for layout, cut in zip(plan.layouts, plan.shards, strict=True):
-            shard = store.shard(number)
-            memory = memory_of(shard)
-            for piece in cut.pieces(rank):
-                _add_piece(work, layout, piece, plan.sources, memory)
-            if cut.size > 1 and part[0] == 0:
-                end = torch.frombuffer(bytearray(trailer(digest, number, rank)), dtype=torch.uint8)
-                shard[cut.nbytes - TRAILER_NBYTES :] = end
-            number += 1
-    for plan, run in zip(plans, remainders, strict=False):
-        _add_layout(whole, plan.remainder, plan.sources, run)
-    work.take_part(part)
-    work.join(whole)
-    work.run(report, threads=default_threads() if threads is None else threads)
+    # A shard that lies in parts is read as one run, which goes to its places at the end.
+    with ExitStack() as held:
+        number = 0
+        for plan in plans if store.reads else ():
+            for layout, cut in zip(plan.layouts, plan.shards, strict=True):
+                shard = held.enter_context(store.writing(number))
+                memory = memory_of(shard)
+                for piece in cut.pieces(rank):
+                    _add_piece(work, layout, piece, plan.sources, memory)
+                if cut.size > 1 and part[0] == 0:
+                    end = bytearray(trailer(digest, number, rank))
+                    shard[cut.nbytes - TRAILER_NBYTES :] = torch.frombuffer(end, dtype=torch.uint8)
+                number += 1
+        for plan, run in zip(plans, remainders, strict=False):
+            _add_layout(whole, plan.remainder, plan.sources, run)
+        work.take_part(part)
+        work.join(whole)
+        work.run(report, threads=default_threads() if threads is None else threads)
     report.finish()
 
 

@@ -92,8 +92,13 @@ class Footprint:
         stages_nbytes: All stages.
         remainder_nbytes: What stays on the device.
         trailers_nbytes: What every shard's trailer must be, in gather mode.
-        host_nbytes: This rank's shards.
+        host_nbytes: Host memory for this rank's shards; memory that ranks share counts in whole,
+            the checkpoint's own pages do not.
         blocks_nbytes: All blocks whole, as they would lie on the device.
+        pinned_nbytes: Of ``host_nbytes``, what is to be page-locked.
+        shared_nbytes: Of ``host_nbytes``, what the node's ranks have in common.
+        pageable_nbytes: Of ``host_nbytes``, what is neither.
+        staging_nbytes: Of ``host_nbytes``, buffers through which the mapped tier goes.
     """
 
     slots_nbytes: int
@@ -102,6 +107,10 @@ class Footprint:
     trailers_nbytes: int
     host_nbytes: int
     blocks_nbytes: int
+    pinned_nbytes: int = 0
+    shared_nbytes: int = 0
+    pageable_nbytes: int = 0
+    staging_nbytes: int = 0
 
     @property
     def device_nbytes(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -15,15 +16,20 @@ from dlo_core.binding import Placeholder
 from dlo_core.collective import LoneCollective, release_group
 from dlo_core.compatibility import check_parallel
 from dlo_core.engine import Engine
-from dlo_core.errors import ConfigError
+from dlo_core.errors import ConfigError, DloWarning
 from dlo_core.hooks import offload_of
+from dlo_core.ledger import Allotment, Wish, settle
+from dlo_core.machine import Machine
 from dlo_core.plan import Footprint, Loading, ModelPlan, plan_model, predict, sample_values
+from dlo_core.segment import Segment, SegmentMaker, receive
+from dlo_core.tiers import make_store, make_wish
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from dlo_core.agreement import Agreement
     from dlo_core.config import OffloadConfig
+    from dlo_core.host import HostStore
     from dlo_core.interface import Backend, Collective
     from dlo_core.key_map import KeyMap
     from dlo_core.post_load import PostLoad
@@ -40,6 +46,9 @@ if TYPE_CHECKING:
     PostLoads = PostLoad | Sequence[PostLoad]
 
 __all__ = ["Request", "Startup"]
+
+# Settings in which ranks may differ: the bytes that are gathered are the same.
+_OWN_SETTINGS = ("host", "pin_budget_bytes")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,11 +99,13 @@ class _Decision:
         facts: Settings and layouts, which must be the same on every rank.
         digest: Of the layouts.
         footprint: The bytes that it takes.
+        wish: The host memory that it wants.
     """
 
     facts: dict[str, str]
     digest: bytes
     footprint: Footprint
+    wish: Wish
 
 
 class Startup:
@@ -129,18 +140,21 @@ class Startup:
         """
         plans: list[ModelPlan] = []
         decision: _Decision | None = None
+        made: _Made | None = None
         try:
             if problem is None:
                 self._plan(request, plans)
                 decision = self._decide(plans)
+                made = _Made()
         # Every rank must hear of it, whatever it is.
         except BaseException as error:
             problem = error
         try:
             self._agreement.vote(problem, "offload()")
             assert decision is not None
+            assert made is not None
             agree_on(self._agreement, decision.facts, "offload()")
-            return self._build(plans, decision.digest, request.progress), decision.footprint
+            return self._build(made, plans, decision, request.progress)
         except BaseException:
             for plan in plans:
                 if plan.checkpoint is not None:
@@ -185,47 +199,102 @@ class Startup:
         facts = {"dlo": __version__, "use_allgather": str(self._config.use_allgather)}
         if self.gathers:
             facts["device"] = self._backend.name
-            facts |= {name: str(value) for name, value in self._config.to_dict().items()}
+            facts |= {
+                name: str(value)
+                for name, value in self._config.to_dict().items()
+                if name not in _OWN_SETTINGS
+            }
             for number, plan in enumerate(plans):
                 facts |= _facts_of(number, plan)
         digest = hashlib.sha256()
         for plan in plans:
             digest.update(plan.digest())
-        return _Decision(facts, digest.digest(), predict(plans, self._config))
+        wish = make_wish(
+            self._config,
+            self._backend,
+            plans,
+            rank=self._agreement.rank,
+            size=self._agreement.size,
+            gathers=self.gathers,
+            machine=Machine(),
+        )
+        return _Decision(facts, digest.digest(), predict(plans, self._config), wish)
 
-    def _build(self, plans: Sequence[ModelPlan], digest: bytes, progress: Progress) -> Engine:
-        """Allocate and read, prepare the commit, and vote on it."""
-        collective: Collective = LoneCollective()
-        engine: Engine | None = None
+    def _build(
+        self, made: _Made, plans: Sequence[ModelPlan], decision: _Decision, progress: Progress
+    ) -> tuple[Engine, Footprint]:
+        """Settle the host memory, allocate and read, prepare the commit; each with a vote."""
+        wishes = self._agreement.exchange(decision.wish, "the host memory")
         problem: BaseException | None = None
         try:
-            if self.gathers:
-                collective = self._make_collective()
-            engine = Engine(
-                plans,
-                self._config,
-                backend=self._backend,
-                collective=collective,
-                digest=digest,
-                progress=progress,
-            )
-            engine.prepare(self._agreement)
+            made.settle(wishes, self._agreement.rank)
         # Every rank must hear of it, whatever it is.
         except BaseException as error:
             problem = error
         try:
+            self._agreement.vote(problem, "the host memory")
+            if made.allotment.shares:
+                self._share(made, decision.wish)
+            try:
+                # First: who fails before it would leave the others waiting in it.
+                if self.gathers:
+                    made.collective = self._make_collective()
+                footprint = self._make(made, plans, decision, progress)
+            # As above.
+            except BaseException as error:
+                problem = error
+            for turn in range(made.allotment.num_turns):
+                problem = made.lock(turn, problem)
+                self._agreement.exchange(None, "page-locking shared memory")
             self._agreement.vote(problem, "loading")
         except BaseException:
-            if engine is not None:
-                engine.discard()
-            collective.close()
+            made.discard()
             raise
-        assert engine is not None
+        assert made.engine is not None
         # All ranks have read: what one gives back, no other wants any more.
         for plan in plans:
             if plan.checkpoint is not None:
                 plan.checkpoint.give_back_pages()
-        return engine
+        return made.engine, footprint
+
+    def _share(self, made: _Made, wish: Wish) -> None:
+        """Hand the memory that the first rank of each node made to the others there."""
+        addresses = self._agreement.exchange(made.address, "sharing host memory")
+        problem: BaseException | None = None
+        try:
+            made.attach(addresses, wish)
+        # As above.
+        except BaseException as error:
+            problem = error
+        self._agreement.vote(problem, "sharing host memory")
+        made.close_maker()
+
+    def _make(
+        self, made: _Made, plans: Sequence[ModelPlan], decision: _Decision, progress: Progress
+    ) -> Footprint:
+        """Make the store and the engine, which reads; return what they take."""
+        made.store = make_store(
+            made.allotment,
+            self._config,
+            self._backend,
+            plans,
+            rank=made.collective.rank,
+            digest=decision.digest,
+            segment=made.segment,
+        )
+        made.engine = Engine(
+            plans,
+            self._config,
+            backend=self._backend,
+            collective=made.collective,
+            store=made.store,
+            digest=decision.digest,
+            progress=progress,
+        )
+        made.engine.prepare(self._agreement)
+        if made.allotment.note:
+            warnings.warn(made.allotment.note, DloWarning, stacklevel=2)
+        return _with_host(decision, made)
 
     def _make_collective(self) -> Collective:
         """Make the weights group and its collective, or neither."""
@@ -235,6 +304,90 @@ class Startup:
         except BaseException:
             release_group(made)
             raise
+
+
+class _Made:
+    """What the start has made so far, to be given back when it fails."""
+
+    def __init__(self) -> None:
+        self.allotment = Allotment("pageable", ())
+        self.segment: Segment | None = None
+        self.store: HostStore | None = None
+        self.engine: Engine | None = None
+        self.collective: Collective = LoneCollective()
+        self._maker: SegmentMaker | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the other ranks of the node get the memory that this one made."""
+        return "" if self._maker is None else self._maker.address
+
+    def settle(self, wishes: Sequence[Wish], rank: int) -> None:
+        """Take what the ledger gives; the first rank of a node makes what is shared there."""
+        self.allotment = settle(wishes, rank)
+        if self.allotment.tier == "shared" and self.allotment.local_rank == 0:
+            self._maker = SegmentMaker(wishes[rank].nbytes)
+
+    def attach(self, addresses: Sequence[str], wish: Wish) -> None:
+        """Map the node's memory, and make a part of its pages."""
+        mine = self.allotment
+        if mine.tier != "shared":
+            return
+        if self._maker is not None:
+            descriptor = self._maker.duplicate()
+        else:
+            descriptor = receive(addresses[mine.maker], wish.node)
+        self.segment = Segment(descriptor, wish.nbytes, (mine.local_rank, mine.local_size))
+
+    def lock(self, turn: int, problem: BaseException | None) -> BaseException | None:
+        """Page-lock the shared memory if it is this rank's turn; return what is wrong."""
+        if problem is not None or self.allotment.tier != "shared":
+            return problem
+        if turn != self.allotment.local_rank:
+            return None
+        assert self.store is not None
+        try:
+            self.store.register()
+        # Every rank must hear of it, whatever it is.
+        except BaseException as error:
+            return error
+        return None
+
+    def close_maker(self) -> None:
+        """Hand the memory to nobody any more."""
+        maker, self._maker = self._maker, None
+        if maker is not None:
+            maker.close()
+
+    def discard(self) -> None:
+        """Give everything back."""
+        self.close_maker()
+        if self.engine is not None:
+            self.engine.discard()
+        if self.store is not None:
+            self.store.release()
+        if self.segment is not None:
+            self.segment.release()
+        self.collective.close()
+
+
+def _with_host(decision: _Decision, made: _Made) -> Footprint:
+    """Return the footprint with the host memory that was had for it."""
+    assert made.store is not None
+    host, wish = made.store.account, decision.wish
+    pinned = host.pinned
+    if made.allotment.tier == "shared" and wish.pins:
+        # It is locked when all of it is read.
+        pairs = zip(wish.shard_nbytes, made.allotment.pinned, strict=True)
+        pinned = sum(nbytes for nbytes, yes in pairs if yes)
+    return replace(
+        decision.footprint,
+        host_nbytes=made.store.nbytes,
+        pinned_nbytes=pinned,
+        shared_nbytes=host.shared,
+        pageable_nbytes=host.pageable,
+        staging_nbytes=host.staging,
+    )
 
 
 def _facts_of(number: int, plan: ModelPlan) -> dict[str, str]:

@@ -31,6 +31,7 @@ class BlockStats:
         exposed_ms: Milliseconds that the compute stream waited for it in the last pass.
         transfer_ms: Milliseconds that its last copy and gather took.
         overlap: 1 - exposed / transfer, not below 0; None when it did not run in the last pass.
+        tier: Kind of host memory of its shard: pinned, shared, mapped or pageable.
     """
 
     name: str
@@ -39,6 +40,7 @@ class BlockStats:
     exposed_ms: float
     transfer_ms: float
     overlap: float | None
+    tier: str = "pageable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,9 @@ class Stats:
 
     Attributes:
         device_bytes: Weight bytes on the device: slots, stages and the resident remainder.
-        host_bytes: Bytes of this rank's shards on the host.
-        pinned_bytes: Bytes of these that the system locked.
+        host_bytes: Bytes of host memory for this rank's shards; memory that the node's ranks share
+            counts in whole.
+        pinned_bytes: Bytes of host memory that the system locked, of whatever kind.
         passes: Passes ended so far.
         fills: Fills made so far.
         skipped_fills: Fills that were not needed because the slot held the block already.
@@ -58,6 +61,10 @@ class Stats:
         transfer_ms: Milliseconds that the copies and gathers of these blocks took.
         overlap: 1 - exposed / transfer, not below 0; None before the first pass.
         blocks: One a block, in registration order.
+        shared_bytes: Of ``host_bytes``, what is in memory that the node's ranks have in common.
+        pageable_bytes: Of ``host_bytes``, what is this rank's own and not locked.
+        staging_bytes: Of ``host_bytes``, buffers through which the mapped tier goes.
+        mapped_bytes: Bytes of shards that stay in the checkpoint's pages; not in ``host_bytes``.
     """
 
     device_bytes: int
@@ -72,6 +79,10 @@ class Stats:
     transfer_ms: float
     overlap: float | None
     blocks: tuple[BlockStats, ...]
+    shared_bytes: int = 0
+    pageable_bytes: int = 0
+    staging_bytes: int = 0
+    mapped_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from dlo_core.errors import DloError, FillError, FillTimeout, UseError
+from dlo_core.feed import FeedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -217,6 +218,9 @@ class Streamer:
         except DloError as error:
             self._pool.failure = error
             raise
+        except FeedError as error:
+            mine = error.block - self.first_block
+            self._fail(str(error), mine if 0 <= mine < len(self.names) else block, fill, error)
         except Exception as error:
             self._fail(str(error) or type(error).__name__, block, fill, error)
 

@@ -74,10 +74,15 @@ def collect_stats(engine: Engine) -> Stats:
     exposed_ms = sum(blocks[number].exposed_ms for number in ran)
     moved_ms = sum(blocks[number].transfer_ms for number in ran)
     tapes = [streamer.tape for streamer in engine.streamers]
+    host = engine.store.account
     return Stats(
         device_bytes=engine.device_nbytes,
         host_bytes=engine.store.nbytes,
-        pinned_bytes=engine.store.pinned_nbytes,
+        pinned_bytes=host.pinned,
+        shared_bytes=host.shared,
+        pageable_bytes=host.pageable,
+        staging_bytes=host.staging,
+        mapped_bytes=host.mapped,
         passes=sum(tape.num_passes for tape in tapes),
         fills=sum(tape.num_fills for tape in tapes),
         skipped_fills=sum(tape.num_skipped for tape in tapes),
@@ -95,7 +100,9 @@ def _block_stats(engine: Engine, number: int, ran: bool) -> BlockStats:
     exposed = (_elapsed(times.wait_start, times.wait_end) or 0.0) if ran else 0.0
     moved = _moved_ms(engine, number)
     overlap = _overlap(exposed, moved) if ran else None
-    return BlockStats(layout.name, _state(engine, number), layout.nbytes, exposed, moved, overlap)
+    tier = engine.store.tiers[number]
+    state = _state(engine, number)
+    return BlockStats(layout.name, state, layout.nbytes, exposed, moved, overlap, tier)
 
 
 def _overlap(exposed_ms: float, moved_ms: float) -> float | None:

@@ -10,6 +10,9 @@ are there) and *drained* (nobody reads them any more). They order everything:
 
 A compute stream that reads a fill which another one has read waits for that one's slot.drained.
 
+A feed may queue the copy later, in a thread of its own; then the host catches up with it before it
+lets anything wait for the event behind the copy. See [Note: staging] in ``staging.py``.
+
 Where nothing is gathered the copy takes the gather's place; where the gather is in place the slot
 itself is the stage, and *copied* stands for stage.filled. ``wait_event`` and ``record_event`` are
 called in this file and nowhere else.
@@ -22,15 +25,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from dlo_core.feed import DirectFeed
 from dlo_core.shard import TRAILER_NBYTES, ShardPlan, trailer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from dlo_core.feed import Feed, Part
     from dlo_core.interface import Backend, Collective, Event, Stream
     from dlo_core.slots import Pool, Slot, Stage
 
@@ -70,16 +76,22 @@ class TravellingBlock:
 
     Attributes:
         plan: How it is cut.
-        shard: This rank's bytes on the host.
+        shard: This rank's bytes on the host: whole, or in parts; nothing where the feed reads them
+            for each copy.
         expected: Trailers of all ranks, ``size`` rows, on the device; None where nothing is
             gathered.
         times: Its timing events.
     """
 
     plan: ShardPlan
-    shard: torch.Tensor
+    shard: torch.Tensor | Sequence[Part]
     expected: torch.Tensor | None
     times: BlockTimes
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The shard as places in it and the bytes that lie there."""
+        return ((0, self.shard),) if isinstance(self.shard, torch.Tensor) else self.shard
 
 
 class Unpack(Protocol):
@@ -117,14 +129,23 @@ class Transfer(ABC):
     gathers = False
     staged = False
 
-    def __init__(self, backend: Backend, pool: Pool, blocks: Sequence[TravellingBlock]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        pool: Pool,
+        blocks: Sequence[TravellingBlock],
+        *,
+        feed: Feed | None = None,
+    ) -> None:
         """Make the side streams.
 
         Args:
             backend: Whose streams and copies are used.
             pool: The slots and stages.
             blocks: What travels, by block number; of all models of the pool.
+            feed: Brings the shards to where they are copied from; None: they are there.
         """
+        self._feed: Feed = feed or DirectFeed()
         self._backend = backend
         self._pool = pool
         self._blocks = blocks
@@ -144,6 +165,7 @@ class Transfer(ABC):
 
     def acquire(self, slot: Slot, block: int) -> None:
         """Let the current stream wait until ``slot`` is filled."""
+        self._feed.catch_up(slot.filled)
         # See [Note: two events].
         stream, times = self._backend.current_stream(), self._blocks[block].times
         stream.record_event(times.wait_start)
@@ -168,23 +190,31 @@ class Transfer(ABC):
 
     def close(self) -> None:
         """Forget what travels, without waiting for anything that waits for another rank."""
+        self._feed.close()
         self._blocks = ()
 
     def settle(self) -> None:
         """Block the host until every queued transfer is done."""
+        self._feed.settle()
         for stream in self._streams():
             stream.synchronize()
 
     def _streams(self) -> tuple[Stream, ...]:
         return (self._copy_stream,)
 
-    def _copy(self, block: int, dst: torch.Tensor) -> None:
-        """Queue the copy of the block's shard to ``dst``, with its timing events."""
+    def _send(self, block: int, filled: Event, queue: Callable[[Sequence[Part]], None]) -> None:
+        """Have the feed ``queue`` the copy of the block's shard, which records ``filled``."""
         travelling = self._blocks[block]
-        self._copy_stream.record_event(travelling.times.copy_start)
-        self._backend.copy(dst[: travelling.shard.nbytes], travelling.shard)
-        self._copy_stream.record_event(travelling.times.copy_end)
-        self.copied_nbytes += travelling.shard.nbytes
+        self.copied_nbytes += travelling.plan.nbytes
+        self._feed.send(block, travelling.parts, filled, queue)
+
+    def _copy(self, block: int, dst: torch.Tensor, parts: Sequence[Part]) -> None:
+        """Queue the copy of the block's shard to ``dst``, with its timing events."""
+        times = self._blocks[block].times
+        self._copy_stream.record_event(times.copy_start)
+        for at, part in parts:
+            self._backend.copy(dst[at : at + part.nbytes], part)
+        self._copy_stream.record_event(times.copy_end)
 
 
 class LocalTransfer(Transfer):
@@ -192,16 +222,21 @@ class LocalTransfer(Transfer):
 
     def fill(self, slot: Slot, block: int, fill: int) -> None:
         """Queue the copy."""
+        self._send(block, slot.filled, partial(self._fill_copy, block, slot))
+
+    def _fill_copy(self, block: int, slot: Slot, parts: Sequence[Part]) -> None:
         # See [Note: two events].
         with self._backend.stream(self._copy_stream):
             self._copy_stream.wait_event(slot.drained)
-            self._copy(block, slot.buffer)
+            self._copy(block, slot.buffer, parts)
             self._copy_stream.record_event(slot.filled)
 
     def close(self) -> None:
         """Wait for copies under way, which wait for nobody else, and forget what travels."""
+        self._feed.close()
         if self._blocks and self._pool.failure is None:
-            self.settle()
+            for stream in self._streams():
+                stream.synchronize()
         super().close()
 
 
@@ -218,6 +253,7 @@ class GatheringTransfer(Transfer):
         *,
         collective: Collective,
         unpack: Unpack,
+        feed: Feed | None = None,
     ) -> None:
         """Make the side streams.
 
@@ -227,8 +263,9 @@ class GatheringTransfer(Transfer):
             blocks: What travels, by block number.
             collective: Gathers the shards.
             unpack: Makes of the gathered bytes what computes.
+            feed: Brings the shards to where they are copied from; None: they are there.
         """
-        super().__init__(backend, pool, blocks)
+        super().__init__(backend, pool, blocks, feed=feed)
         self._comm_stream = backend.new_stream()
         self._collective = collective
         self._unpack = unpack
@@ -263,7 +300,8 @@ class StagedTransfer(GatheringTransfer):
     def copy_ahead(self, block: int, fill: int) -> None:
         """Queue the copy of ``fill`` now."""
         if self._ahead != (block, fill):
-            self._stage_copy(block, self._stage(fill))
+            stage = self._stage(fill)
+            self._send(block, stage.filled, partial(self._stage_copy, block, stage))
             self._ahead = (block, fill)
 
     def fill(self, slot: Slot, block: int, fill: int) -> None:
@@ -271,11 +309,12 @@ class StagedTransfer(GatheringTransfer):
         stage = self._stage(fill)
         self.copy_ahead(block, fill)
         self._ahead = None
+        self._feed.catch_up(stage.filled)
         # See [Note: two events].
         with self._backend.stream(self._comm_stream):
             self._comm_stream.wait_event(stage.filled)
             self._comm_stream.wait_event(slot.drained)
-            self._gather(slot, block, stage.buffer[: self._blocks[block].shard.nbytes])
+            self._gather(slot, block, stage.buffer[: self._blocks[block].plan.nbytes])
             self._comm_stream.record_event(stage.drained)
             self._finish(slot, block)
             self._comm_stream.record_event(slot.filled)
@@ -287,11 +326,11 @@ class StagedTransfer(GatheringTransfer):
     def _stage(self, fill: int) -> Stage:
         return self._pool.stages[fill % len(self._pool.stages)]
 
-    def _stage_copy(self, block: int, stage: Stage) -> None:
+    def _stage_copy(self, block: int, stage: Stage, parts: Sequence[Part]) -> None:
         # See [Note: two events].
         with self._backend.stream(self._copy_stream):
             self._copy_stream.wait_event(stage.drained)
-            self._copy(block, stage.buffer)
+            self._copy(block, stage.buffer, parts)
             self._copy_stream.record_event(stage.filled)
 
 
@@ -303,18 +342,23 @@ class InPlaceTransfer(GatheringTransfer):
         plan = self._blocks[block].plan
         rank = self._collective.rank
         part = slot.buffer[rank * plan.nbytes : (rank + 1) * plan.nbytes]
-        # See [Note: two events]. Two streams write the slot here, so a fill that nobody computed
-        # (a skipped block) is ordered before this copy by slot.filled and not by slot.drained.
-        with self._backend.stream(self._copy_stream):
-            self._copy_stream.wait_event(slot.filled)
-            self._copy_stream.wait_event(slot.drained)
-            self._copy(block, part)
-            self._copy_stream.record_event(slot.copied)
+        self._send(block, slot.copied, partial(self._part_copy, block, slot, part))
+        self._feed.catch_up(slot.copied)
+        # See [Note: two events].
         with self._backend.stream(self._comm_stream):
             self._comm_stream.wait_event(slot.copied)
             self._gather(slot, block, part)
             self._finish(slot, block)
             self._comm_stream.record_event(slot.filled)
+
+    def _part_copy(self, block: int, slot: Slot, part: torch.Tensor, parts: Sequence[Part]) -> None:
+        # See [Note: two events]. Two streams write the slot here, so a fill that nobody computed
+        # (a skipped block) is ordered before this copy by slot.filled and not by slot.drained.
+        with self._backend.stream(self._copy_stream):
+            self._copy_stream.wait_event(slot.filled)
+            self._copy_stream.wait_event(slot.drained)
+            self._copy(block, part, parts)
+            self._copy_stream.record_event(slot.copied)
 
 
 def expected_trailers(digest: bytes, block: int, size: int) -> torch.Tensor:

@@ -237,6 +237,14 @@ class TestDeniesPinnedMemory(Faulty):
     kind = SaysNotPinned
 
 
+class DeclaresRegistration(CpuBackend):
+    capabilities = Capabilities(host_blocks=True, host_registration=True)
+
+
+class TestDeclaresRegistration(Faulty):
+    kind = DeclaresRegistration
+
+
 class SaysNotBlocking(CpuBackend):
     capabilities = Capabilities(host_blocks=False)
 

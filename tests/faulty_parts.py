@@ -86,6 +86,52 @@ class TestLeakingAllocator(AllocatorFault):
     kind = ImmortalBuffer
 
 
+class Registering(PageableAllocator):
+    """Locks memory by name only."""
+
+    def __init__(self) -> None:
+        self.locked: set[int] = set()
+        self.release_unlocks = True
+
+    def register(self, memory: torch.Tensor, *, readonly: bool = False) -> Any:
+        return Registered(self, memory)
+
+
+class Registered:
+    def __init__(self, allocator: Registering, memory: torch.Tensor) -> None:
+        self.nbytes = memory.nbytes
+        self._allocator, self._address = allocator, memory.data_ptr()
+        allocator.locked.add(self._address)
+
+    def release(self) -> None:
+        if self._allocator.release_unlocks:
+            self._allocator.locked.discard(self._address)
+
+
+class RegistrationFault(AllocatorConformance):
+    @pytest.fixture
+    def allocator(self) -> PinnedAllocator:
+        return Registering()
+
+    @pytest.fixture
+    def is_locked(self, allocator: Registering) -> Callable[[torch.Tensor], bool]:
+        return lambda memory: memory.data_ptr() in allocator.locked
+
+
+class TestRegistrationThatStays(RegistrationFault):
+    @pytest.fixture
+    def allocator(self) -> PinnedAllocator:
+        made = Registering()
+        made.release_unlocks = False
+        return made
+
+
+class TestRegistrationThatDoesNothing(RegistrationFault):
+    @pytest.fixture
+    def is_locked(self) -> Callable[[torch.Tensor], bool]:
+        return lambda memory: False
+
+
 class TestSilentAllocator(AllocatorConformance):
     """Raises what it got, for memory that cannot be had."""
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 
     from poison import PoisonBackend
 
-__all__ = ["frozen_heap", "holdings", "nothing_left"]
+__all__ = ["frozen_heap", "holdings", "nothing_left", "segments"]
 
 _PATIENCE_S = 3.0
 
 
 def holdings(backend: PoisonBackend) -> dict[str, int]:
-    """Return device bytes, host bytes, process groups, worker threads and open files."""
+    """Return device and host bytes, process groups, worker threads, open files, shared memory."""
     gc.collect()
     files = 0
     for entry in os.listdir("/proc/self/fd"):
@@ -35,7 +36,24 @@ def holdings(backend: PoisonBackend) -> dict[str, int]:
         "groups": len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0,
         "threads": sum(thread.name.startswith("dlo") for thread in threading.enumerate()),
         "files": files,
+        "segments": len(segments()),
     }
+
+
+def segments(pid: int | str = "self") -> set[int]:
+    """Return the inodes of dlo's shared memory that a process maps or holds open."""
+    found = set()
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            fields = line.split()
+            if len(fields) > 5 and fields[5].startswith("/memfd:dlo"):
+                found.add(int(fields[4]))
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                path = f"/proc/{pid}/fd/{entry}"
+                if os.readlink(path).startswith("/memfd:dlo"):
+                    found.add(os.stat(path).st_ino)
+    return found
 
 
 @contextmanager

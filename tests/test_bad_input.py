@@ -186,7 +186,8 @@ SETTINGS: dict[str, list[Any]] = {
     "depth": [1, 0, -2, 2.0, True, "2", None, math.inf],
     "stages": [1, 3, -1, 2.0, True, "2", None],
     "resident": ["blocks.0", (1,), ("",), 5, None, ("blocks.0", None)],
-    "host": ["pinned", "shared", "mapped", "gpu", "", 1, True, ["pageable"]],
+    "host": ["pinned", "mapped", "gpu", "", 1, True, ["pageable"]],
+    "pin_budget_bytes": [-1, -(1 << 40), 1.5, True, "1", math.inf],
     "timeout_s": [0, -1, math.nan, math.inf, "5", None, True, 1e300],
     "load_timeout_s": [0, -1, math.nan, math.inf, "5", None, True, 1e300],
     "strict": [1, 0, "no", None],
@@ -459,7 +460,6 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "use_allgather": ({"use_allgather": True}, {"use_allgather": False}),
     "resident": ({}, {"resident": ("blocks.1",)}),
     "timeout_s": ({"timeout_s": 30.0}, {"timeout_s": 40.0}),
-    "host": ({}, {"host": "pageable"}),
     "strict": ({}, {"strict": False}),
     "blocks of model 0": ({}, {"blocks": lambda model: list(model.blocks)[:2]}),
 }

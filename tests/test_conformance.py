@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import re
+import resource
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,7 +15,8 @@ from test_dlo_toy import TestToyAllocator, TestToyBackend, TestToyCollective
 
 from dlo_core import registry
 from dlo_core.cpu import CpuBackend
-from dlo_core.errors import BackendError
+from dlo_core.errors import BackendError, HostMemoryError
+from dlo_core.pages import PageableAllocator
 from dlo_core.testing.backend import SimAgreement, SimBackend
 from dlo_core.testing.conformance import (
     AllocatorConformance,
@@ -31,12 +34,15 @@ from dlo_core.testing.world import World
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from dlo_core.interface import Backend, Collective, PinnedAllocator
     from dlo_core.testing.conformance.collective import OnRanks
 
 # What an author of a backend has: examples/toy_backend/test_dlo_toy.py.
 __all__ = ["TestToyAllocator", "TestToyBackend", "TestToyCollective"]
 
+LIBC = ctypes.CDLL(None)
 TOY = Path(__file__).resolve().parent.parent / "examples" / "toy_backend"
 
 
@@ -56,6 +62,39 @@ class TestCpuCollective(CollectiveConformance):
     @pytest.fixture
     def make_backend(self) -> Callable[[int], Backend]:
         return lambda rank: CpuBackend()
+
+
+class Locked:
+    """Memory that the system keeps from being swapped out, until it is released."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.nbytes = memory.nbytes
+        self._memory: torch.Tensor | None = memory
+        if LIBC.mlock(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)):
+            raise HostMemoryError(f"cannot lock {memory.nbytes:,} bytes; see ulimit -l")
+
+    def release(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            LIBC.munlock(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes))
+
+
+class LockingAllocator(PageableAllocator):
+    """Registers memory with the system itself, which is no device but does lock it."""
+
+    def register(self, memory: torch.Tensor, *, readonly: bool = False) -> Locked:
+        return Locked(memory)
+
+
+@pytest.mark.skipif(
+    0 <= resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] < 4 << 20, reason="ulimit -l is too low"
+)
+class TestLockingAllocator(AllocatorConformance):
+    registers_readonly = True
+
+    @pytest.fixture
+    def allocator(self) -> PinnedAllocator:
+        return LockingAllocator()
 
 
 # --- hardware -------------------------------------------------------------------------------------

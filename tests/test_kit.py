@@ -176,7 +176,7 @@ def test_each_wait_and_record_is_missed_by_the_recorder_when_it_is_gone(
 @pytest.mark.parametrize(
     ("site", "event"),
     [
-        ("LocalTransfer.fill: self._copy_stream.wait_event(slot.drained)", "slot.drained"),
+        ("LocalTransfer._fill_copy: self._copy_stream.wait_event(slot.drained)", "slot.drained"),
         ("Transfer.release: stream.record_event(slot.drained)", "slot.drained"),
         ("Transfer.acquire: stream.wait_event(slot.filled)", "slot.filled"),
         ("StagedTransfer.fill: self._comm_stream.wait_event(stage.filled)", "stage.filled"),

@@ -214,8 +214,12 @@ def test_a_wait_of_the_host_on_the_hot_path_is_noticed(monkeypatch: pytest.Monke
 NEEDED: dict[str, tuple[str, Eager, Calls]] = {
     "Transfer.acquire: stream.wait_event(slot.filled)": (LOCAL, LATE, WHOLE),
     "Transfer.release: stream.record_event(slot.drained)": (LOCAL, ("copy",), WHOLE),
-    "LocalTransfer.fill: self._copy_stream.wait_event(slot.drained)": (LOCAL, ("copy",), WHOLE),
-    "LocalTransfer.fill: self._copy_stream.record_event(slot.filled)": (LOCAL, LATE, WHOLE),
+    "LocalTransfer._fill_copy: self._copy_stream.wait_event(slot.drained)": (
+        LOCAL,
+        ("copy",),
+        WHOLE,
+    ),
+    "LocalTransfer._fill_copy: self._copy_stream.record_event(slot.filled)": (LOCAL, LATE, WHOLE),
     "StagedTransfer.fill: self._comm_stream.wait_event(stage.filled)": (STAGED, ("comm",), WHOLE),
     "StagedTransfer.fill: self._comm_stream.wait_event(slot.drained)": (
         STAGED,
@@ -238,17 +242,17 @@ NEEDED: dict[str, tuple[str, Eager, Calls]] = {
         ("comm",),
         WHOLE,
     ),
-    "InPlaceTransfer.fill: self._copy_stream.wait_event(slot.filled)": (
+    "InPlaceTransfer._part_copy: self._copy_stream.wait_event(slot.filled)": (
         IN_PLACE,
         ("copy",),
         SKIPPING,
     ),
-    "InPlaceTransfer.fill: self._copy_stream.wait_event(slot.drained)": (
+    "InPlaceTransfer._part_copy: self._copy_stream.wait_event(slot.drained)": (
         IN_PLACE,
         ("copy", "comm"),
         WHOLE,
     ),
-    "InPlaceTransfer.fill: self._copy_stream.record_event(slot.copied)": (
+    "InPlaceTransfer._part_copy: self._copy_stream.record_event(slot.copied)": (
         IN_PLACE,
         ("comm",),
         WHOLE,

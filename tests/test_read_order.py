@@ -25,7 +25,7 @@ from dlo_core import reading
 from dlo_core.checkpoint import Checkpoint
 from dlo_core.cpu import CpuBackend
 from dlo_core.file_reads import check_direct
-from dlo_core.host import HostStore
+from dlo_core.host import HostStore, PrivateStore
 from dlo_core.loader import load_shards
 from dlo_core.page_cache import cached_pages
 from dlo_core.plan import Loading, plan_model
@@ -168,6 +168,11 @@ def load(plans: Sequence[ModelPlan], store: HostStore, part: tuple[int, int]) ->
     return told
 
 
+def private_store(sizes: Sequence[int]) -> HostStore:
+    """Return a store of pageable memory."""
+    return PrivateStore(CpuBackend().allocator, sizes, [True] * len(sizes))
+
+
 @pytest.mark.usefixtures("small_calls")
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("from_file", [True, False])
@@ -178,7 +183,7 @@ def test_parts_fill_a_store_together_and_are_nearly_equal(
     path = write(model, tmp_path / "stored") if from_file else None
     plan = plan_of(model, path)  # type: ignore[arg-type]
     sizes = [shard.nbytes for shard in plan.shards]
-    whole, shared = (HostStore(CpuBackend().allocator, sizes) for _ in range(2))
+    whole, shared = (private_store(sizes) for _ in range(2))
     load([plan], whole, (0, 1))
     done = []
     for index in range(count):
@@ -479,7 +484,7 @@ def test_strided_memory_is_filled_whole(tmp_path: Path) -> None:
         {n: t.contiguous() for n, t in model.state_dict().items()}, tmp_path / "a.safetensors"
     )
     plan = plan_of(model, tmp_path)
-    store = HostStore(CpuBackend().allocator, [shard.nbytes for shard in plan.shards])
+    store = private_store([shard.nbytes for shard in plan.shards])
     load([plan], store, (0, 1))
     for number, layout in enumerate(plan.layouts):
         for spec in layout.tensors:

@@ -109,7 +109,8 @@ class Recorder:
             self._buffers[_storage(slot.buffer)] = (f"slot {slot.index}", slot)
         for stage in engine.pool.stages:
             self._buffers[_storage(stage.buffer)] = (f"stage {stage.index}", stage)
-        self._buffers[_storage(engine.store.slab)] = ("host slab", engine.store)
+        for run in engine.store.runs:
+            self._buffers[_storage(run)] = ("host slab", engine.store)
         return self
 
     def compute(self) -> TorchDispatchMode:

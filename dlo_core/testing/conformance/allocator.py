@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,12 @@ import pytest
 import torch
 
 from dlo_core.errors import HostMemoryError
+from dlo_core.interface import PinnedAllocator
 from dlo_core.testing.conformance.base import Suite
 from dlo_core.testing.conformance.lab import pattern
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from dlo_core.interface import PinnedAllocator
 
 __all__ = ["AllocatorConformance", "page_locked"]
 
@@ -37,9 +37,12 @@ class AllocatorConformance(Suite):
     Attributes:
         locks_exactly: Whether the system locks no more than a buffer's pages; False declares
             that the driver rounds up, and then it must be seen to.
+        registers_readonly: Whether ``register`` takes pages of a file that must not be written, as
+            ``Capabilities.readonly_registration`` declares.
     """
 
     locks_exactly = True
+    registers_readonly = False
 
     @pytest.fixture
     def allocator(self) -> PinnedAllocator:
@@ -143,6 +146,68 @@ class AllocatorConformance(Suite):
         # And the next one that can be had is had.
         assert allocator.allocate(64).tensor.nbytes == 64
 
+    @pytest.mark.parametrize("pages", [1, 3, 300])
+    def test_memory_is_locked_where_it_lies_until_it_is_released(
+        self,
+        allocator: PinnedAllocator,
+        is_locked: Callable[[torch.Tensor], bool],
+        pages: int,
+    ) -> None:
+        nbytes = pages * mmap.PAGESIZE
+        memory = shared_memory(nbytes)
+        memory.copy_(pattern(nbytes, 3))
+        self.register_or_skip(allocator)
+        registration = allocator.register(memory)
+        assert is_locked(memory)
+        assert nbytes <= registration.nbytes <= nbytes + 2 * mmap.PAGESIZE
+        registration.release()
+        registration.release()
+        assert not is_locked(memory), "released, and still locked"
+        assert torch.equal(memory, pattern(nbytes, 3))
+        memory.fill_(1)
+        # And again: nothing of the first time is left.
+        allocator.register(memory).release()
+
+    def test_pages_side_by_side_are_locked_apart(
+        self, allocator: PinnedAllocator, is_locked: Callable[[torch.Tensor], bool]
+    ) -> None:
+        self.register_or_skip(allocator)
+        memory = shared_memory(8 * mmap.PAGESIZE)
+        halves = memory[: 4 * mmap.PAGESIZE], memory[4 * mmap.PAGESIZE :]
+        first, second = (allocator.register(half) for half in halves)
+        first.release()
+        assert is_locked(halves[1])
+        second.release()
+
+    def test_pages_of_a_file_are_locked_as_declared(
+        self,
+        allocator: PinnedAllocator,
+        is_locked: Callable[[torch.Tensor], bool],
+        tmp_path: Path,
+    ) -> None:
+        self.register_or_skip(allocator)
+        path = tmp_path / "pages"
+        path.write_bytes(pattern(3 * mmap.PAGESIZE + 5).numpy().tobytes())
+        memory = file_memory(path)
+        if not self.registers_readonly:
+            pytest.skip("this allocator declares registers_readonly = False")
+        registration = allocator.register(memory, readonly=True)
+        assert is_locked(memory)
+        registration.release()
+        assert torch.equal(memory, pattern(3 * mmap.PAGESIZE + 5))
+
+    def test_registration_that_cannot_be_had_is_named(self, allocator: PinnedAllocator) -> None:
+        if type(allocator).register is not PinnedAllocator.register:
+            pytest.skip("this allocator registers memory")
+        with pytest.raises(HostMemoryError, match=r"8,192 bytes .* no host registration"):
+            allocator.register(shared_memory(8192))
+
+    @staticmethod
+    def register_or_skip(allocator: PinnedAllocator) -> None:
+        """Skip where the allocator leaves ``register`` as the interface has it."""
+        if type(allocator).register is PinnedAllocator.register:
+            pytest.skip("this allocator does not register memory")
+
     def test_nothing_leaks(self, allocator: PinnedAllocator) -> None:
         process = psutil.Process()
 
@@ -161,6 +226,20 @@ class AllocatorConformance(Suite):
         assert grown < _LEAK_NBYTES, (
             f"{grown:,} bytes stayed after {_ROUNDS} buffers of {_ROUND_NBYTES:,} were released"
         )
+
+
+def shared_memory(nbytes: int) -> torch.Tensor:
+    """Return anonymous memory that processes may share, from the beginning of a page on."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED), dtype=torch.uint8)
+
+
+def file_memory(path: Path) -> torch.Tensor:
+    """Return the pages of a file, shared and read-only."""
+    with path.open("rb") as file, warnings.catch_warnings():
+        pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        # Torch has no read-only tensors; nobody writes to this one.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def page_locked(tensor: torch.Tensor) -> bool:

@@ -104,3 +104,13 @@ class MemoryConformance(BackendSuite):
             f"pinned={buffer.pinned}; declare what the device can do"
         )
         buffer.release()
+
+    def test_host_registration_is_as_declared(self, backend: Backend) -> None:
+        can, kind = backend.capabilities, type(backend.allocator)
+        overrides = kind.register is not PinnedAllocator.register
+        assert can.host_registration == overrides, (
+            f"Capabilities.host_registration is {can.host_registration}, but {kind.__name__} "
+            f"{'has a' if overrides else 'has no'} register() of its own; declare what it can do"
+        )
+        assert can.host_registration or not can.readonly_registration
+        assert can.pinned_memory or not can.host_registration

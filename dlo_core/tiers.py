@@ -1,0 +1,224 @@
+"""Tiers: which kinds of host memory a rank can have, what it wishes, and the store it gets."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from typing import TYPE_CHECKING
+
+from dlo_core.errors import ConfigError, DloWarning, HostMemoryError
+from dlo_core.host import HostStore, PrivateStore, SharedStore
+from dlo_core.ledger import Wish, spread
+from dlo_core.mapped import PagesStore, StagedStore, why_not_mapped
+from dlo_core.pages import PageableAllocator
+from dlo_core.plan import sample_values
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlo_core.config import OffloadConfig
+    from dlo_core.interface import Backend, Capabilities
+    from dlo_core.ledger import Allotment
+    from dlo_core.machine import Machine
+    from dlo_core.plan import ModelPlan
+    from dlo_core.segment import Segment
+
+__all__ = ["check_tier", "make_store", "make_wish"]
+
+
+def check_tier(host: str | None, name: str, capabilities: Capabilities) -> None:
+    """Refuse a tier that a backend can never have.
+
+    Raises:
+        ConfigError: Says which it has instead.
+    """
+    if host == "pinned" and not capabilities.pinned_memory:
+        raise ConfigError(
+            f"host='pinned' cannot be had: the backend {name!r} has no pinned memory; use "
+            "host=None or 'pageable'"
+        )
+    if host == "shared" and not _can_share(capabilities):
+        raise ConfigError(
+            f"host='shared' cannot be had: the backend {name!r} cannot page-lock memory that "
+            "several processes map; use host=None, 'pinned' or 'mapped'"
+        )
+
+
+def make_wish(
+    config: OffloadConfig,
+    backend: Backend,
+    plans: Sequence[ModelPlan],
+    *,
+    rank: int,
+    size: int,
+    gathers: bool,
+    machine: Machine,
+) -> Wish:
+    """Return what this rank wishes; nothing is allocated.
+
+    Raises:
+        ConfigError: The tier that was given by name cannot be had.
+    """
+    sizes = tuple(shard.nbytes for plan in plans for shard in plan.shards)
+    tiers = _tiers(config.host, backend.capabilities, plans, gathers=gathers)
+    return Wish(
+        rank=rank,
+        node=machine.node,
+        tiers=tiers,
+        shard_nbytes=sizes,
+        staging_nbytes=2 * max(sizes),
+        identity=_identity(plans) if "shared" in tiers and size > 1 else "",
+        pins=backend.capabilities.pinned_memory,
+        must_pin=config.host == "pinned",
+        pin_budget=config.pin_budget_bytes,
+        lock=machine.lock_bound() if backend.capabilities.lock_limit else None,
+        bounds=machine.memory_bounds(),
+    )
+
+
+def make_store(
+    allotment: Allotment,
+    config: OffloadConfig,
+    backend: Backend,
+    plans: Sequence[ModelPlan],
+    *,
+    rank: int,
+    digest: bytes,
+    segment: Segment | None,
+) -> HostStore:
+    """Return the store that was settled.
+
+    Args:
+        allotment: What was settled.
+        config: The settings.
+        backend: Of the device.
+        plans: The models.
+        rank: In the shard group; 0 where nothing is gathered.
+        digest: Of the trailers.
+        segment: The node's memory, in the shared tier.
+
+    Raises:
+        HostMemoryError: The memory cannot be had after all; nothing is kept.
+    """
+    sizes = [shard.nbytes for plan in plans for shard in plan.shards]
+    if allotment.tier == "shared":
+        assert segment is not None
+        return SharedStore(
+            segment,
+            sizes,
+            allotment.pinned,
+            allocator=backend.allocator,
+            part=(allotment.local_rank, allotment.local_size),
+            must_pin=config.host == "shared",
+        )
+    if allotment.tier == "mapped":
+        return _mapped_store(allotment, config, backend, plans, rank=rank, digest=digest)
+    if not backend.capabilities.pinned_memory:
+        # Its own memory is the best that there is, pageable as it may be.
+        return PrivateStore(backend.allocator, sizes, (True,) * len(sizes))
+    return _private_store(backend, sizes, allotment.pinned, must_pin=config.host == "pinned")
+
+
+def _private_store(
+    backend: Backend, sizes: Sequence[int], pinned: Sequence[bool], *, must_pin: bool
+) -> PrivateStore:
+    """Pin what was settled; where that fails and need not be, half of it, and so on."""
+    wanted = left = _chosen_nbytes(sizes, pinned)
+    problem: HostMemoryError | None = None
+    while True:
+        try:
+            store = PrivateStore(backend.allocator, sizes, pinned)
+            break
+        except HostMemoryError as error:
+            if must_pin or not any(pinned):
+                raise
+            problem = problem or error.with_traceback(None)
+            pinned = spread(sizes, left // 2)
+            left = _chosen_nbytes(sizes, pinned)
+    if problem is not None:
+        warnings.warn(
+            f"{problem}; {left:,} bytes are pinned instead of {wanted:,} and the rest is "
+            "pageable: give host='pinned' to make this an error",
+            DloWarning,
+            stacklevel=2,
+        )
+    return store
+
+
+def _chosen_nbytes(sizes: Sequence[int], chosen: Sequence[bool]) -> int:
+    return sum(nbytes for nbytes, yes in zip(sizes, chosen, strict=True) if yes)
+
+
+def _mapped_store(
+    allotment: Allotment,
+    config: OffloadConfig,
+    backend: Backend,
+    plans: Sequence[ModelPlan],
+    *,
+    rank: int,
+    digest: bytes,
+) -> HostStore:
+    can = backend.capabilities
+    if can.readonly_registration and config.pin_budget_bytes is None:
+        try:
+            return PagesStore(backend.allocator, plans, rank=rank, digest=digest)
+        except HostMemoryError as error:
+            warnings.warn(
+                f"{error}; the checkpoint's pages go through staging buffers instead",
+                DloWarning,
+                stacklevel=2,
+            )
+    pins = all(allotment.pinned) or not can.pinned_memory
+    allocator = backend.allocator if pins else PageableAllocator()
+    return StagedStore(allocator, plans, rank=rank, digest=digest, timeout_s=config.timeout_s)
+
+
+def _tiers(
+    host: str | None, capabilities: Capabilities, plans: Sequence[ModelPlan], *, gathers: bool
+) -> tuple[str, ...]:
+    """Return the tiers to try, the best first; the one that was given by name, or none."""
+    reason = why_not_mapped(plans) if host in (None, "mapped") else None
+    if host == "shared" and gathers:
+        raise ConfigError(
+            "host='shared' is for ranks that each keep the whole model (use_allgather=False); in "
+            "gather mode every rank keeps other bytes: use host=None, 'pinned' or 'mapped'"
+        )
+    if host == "mapped" and reason is not None:
+        raise ConfigError(
+            f"host='mapped' cannot be had: {reason}; use host=None, 'pinned' or 'pageable'"
+        )
+    if host is not None:
+        return (host,)
+    tiers = ["pinned" if capabilities.pinned_memory else "pageable"]
+    if not gathers and _can_share(capabilities):
+        tiers.append("shared")
+    if reason is None:
+        tiers.append("mapped")
+    return tuple(tiers)
+
+
+def _can_share(capabilities: Capabilities) -> bool:
+    """Return whether shared memory is as good as the device's best."""
+    return hasattr(os, "memfd_create") and (
+        capabilities.host_registration or not capabilities.pinned_memory
+    )
+
+
+def _identity(plans: Sequence[ModelPlan]) -> str:
+    """Return what is equal on two ranks of a node whose shards have equal bytes.
+
+    Of a checkpoint it is the files themselves, for reading them to compare would be reading them
+    twice; of a module, a sample of its values.
+    """
+    digest = hashlib.sha256()
+    for plan in plans:
+        digest.update(plan.digest())
+        if plan.checkpoint is None:
+            digest.update(sample_values(plan))
+            continue
+        for path in sorted({tensor.path for tensor in plan.checkpoint.tensors.values()}):
+            status = os.stat(path)
+            told = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            digest.update(repr(told).encode())
+    return digest.hexdigest()
