@@ -229,7 +229,8 @@ class GatheringTransfer(Transfer):
             unpack: Makes of the gathered bytes what computes.
         """
         super().__init__(backend, pool, blocks)
-        self._comm_stream = backend.new_stream()
+        # A gather takes a few of the units that compute; queued behind them it would come late.
+        self._comm_stream = backend.new_stream(priority=-1)
         self._collective = collective
         self._unpack = unpack
 

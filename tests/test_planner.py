@@ -12,10 +12,12 @@ from dlo_core.errors import ConfigError
 from dlo_core.planner import Simulation, resident_positions, simulate
 
 GB = 1_000_000_000
-IN_PLACE, IN_PLACE_3 = {"stages": 0}, {"stages": 0, "depth": 3}
-ONE_STAGE, STAGED = {"stages": 1}, {"stages": 2}
-BLOCKING = {"stages": 2, "host_blocks": True, "copies_ahead": False}
-AHEAD = {"stages": 2, "host_blocks": True}
+IN_PLACE: dict[str, Any] = {"stages": 0}
+IN_PLACE_3: dict[str, Any] = {"stages": 0, "depth": 3}
+ONE_STAGE: dict[str, Any] = {"stages": 1}
+STAGED: dict[str, Any] = {"stages": 2}
+BLOCKING: dict[str, Any] = {"stages": 2, "host_blocks": True, "copies_ahead": False}
+AHEAD: dict[str, Any] = {"stages": 2, "host_blocks": True}
 
 
 def at(
