@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from dlo_core.compiling import OUTSIDE, aside
 from dlo_core.errors import DloError, FillError, FillTimeout, UseError
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ class Streamer:
         self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run the model's own call as one pass."""
+        if is_dynamo_compiling():
+            torch._dynamo.skip_frame(msg=OUTSIDE)
         self._enter()
         try:
             self._check_grad(args, kwargs)
@@ -73,7 +77,7 @@ class Streamer:
             finally:
                 self.end_pass()
         finally:
-            self._pool.lock.release()
+            self.leave()
 
     def call(
         self,
@@ -83,6 +87,8 @@ class Streamer:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Run one block's own call with its weights bound."""
+        if is_dynamo_compiling():
+            torch._dynamo.skip_frame(msg=OUTSIDE)
         self._enter()
         try:
             slot = self._before(block, args, kwargs)
@@ -94,14 +100,16 @@ class Streamer:
             self._after(block, slot)
             return out
         finally:
-            self._pool.lock.release()
+            self.leave()
 
+    @aside
     def begin_pass(self) -> None:
         """Open a pass; the caller holds the pool's lock."""
         self._guard(self.tape.begin_pass)
         self._waited = {}
         self._transfer.mark(self.pass_start)
 
+    @aside
     def end_pass(self) -> None:
         """Close the pass, unless the offload failed: then there is nothing to wait for."""
         self.last_waited = tuple(self._waited)
@@ -141,6 +149,7 @@ class Streamer:
         """
         self._enter()
 
+    @aside
     def leave(self) -> None:
         """Give the pool back."""
         self._pool.lock.release()
@@ -164,6 +173,7 @@ class Streamer:
             mixed = "it holds another block's bytes: the ranks' gathers were mixed up"
             self._fail(mixed, block, slot.fill)
 
+    @aside
     def _enter(self) -> None:
         if not self._pool.lock.acquire(blocking=False):
             raise UseError(
@@ -177,6 +187,7 @@ class Streamer:
             self._pool.lock.release()
             raise
 
+    @aside
     def _before(self, block: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Slot:
         self._check_grad(args, kwargs)
         number = self.first_block + block
@@ -194,6 +205,7 @@ class Streamer:
         self._waited[number] = None
         return slot
 
+    @aside
     def _after(self, block: int, slot: Slot, *, raised: bool = False) -> None:
         self._depth[block] -= 1
         try:
@@ -233,6 +245,7 @@ class Streamer:
         self._pool.failure = failure
         raise failure from cause
 
+    @aside
     def _check_grad(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
