@@ -94,6 +94,8 @@ def measure_resident(member: Member, job: BenchJob) -> tuple[Run, ...]:
     """Run the model with all weights on the device."""
     with torch.inference_mode(False):
         model = job.make(member.backend.device)
+    _forget_cache(member)
+    member.tell("weights made")
     names = _block_names(model)
     return tuple(_run(member, job, model, tokens, blocks=names) for tokens in job.runs)
 
@@ -106,9 +108,7 @@ def measure_streamed(member: Member, job: BenchJob) -> StreamedRank:
         model = job.make("cpu")
     largest = max(_nbytes(model.get_submodule(name)) for name in _block_names(model))
     link_gb_s, gather_gb_s = _probe(member, min(largest, _PROBE_NBYTES), job)
-    if backend.device.type != "cpu":
-        # What the probe took of the device's memory must not count as the offload's.
-        torch.accelerator.empty_cache()
+    _forget_cache(member)
     member.tell("weights made")
     member.barrier()
     start = time.perf_counter()
@@ -142,6 +142,12 @@ def measure_streamed(member: Member, job: BenchJob) -> StreamedRank:
     member.barrier()
     offloaded.shutdown()
     return made
+
+
+def _forget_cache(member: Member) -> None:
+    """Give back what was reserved so far, so that it does not count as the runs' memory."""
+    if member.backend.device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def _forward(member: Member, job: BenchJob, model: nn.Module) -> None:

@@ -125,6 +125,11 @@ class SyntheticTransformer(nn.Module):
 
 def build(shape: Shape, device: torch.device | str = "cpu", seed: int = 1) -> SyntheticTransformer:
     """Return a transformer whose weights are on ``device``, with equal bits wherever it is."""
+    with torch.inference_mode(False), torch.no_grad():
+        return _build(shape, device, seed)
+
+
+def _build(shape: Shape, device: torch.device | str, seed: int) -> SyntheticTransformer:
     with torch.device("meta"):
         model = SyntheticTransformer(shape).to(getattr(torch, shape.dtype))
     model.to_empty(device=device)
@@ -133,10 +138,9 @@ def build(shape: Shape, device: torch.device | str = "cpu", seed: int = 1) -> Sy
     generator = torch.Generator("cpu").manual_seed(seed)
     pool = torch.randn(largest + _STRIDE * len(parameters), generator=generator).mul_(_STD)
     pool = pool.to(getattr(torch, shape.dtype)).to(device)
-    with torch.no_grad():
-        for number, parameter in enumerate(parameters):
-            start = number * _STRIDE
-            parameter.view(-1).copy_(pool[start : start + parameter.numel()])
+    for number, parameter in enumerate(parameters):
+        start = number * _STRIDE
+        parameter.view(-1).copy_(pool[start : start + parameter.numel()])
     return model.requires_grad_(False).eval()
 
 

@@ -180,7 +180,7 @@ def _measure(
         return BenchReport(job, resident, streamed)
 
     report: BenchReport = _with_bars(
-        console, work, ranks=ranks, steps=2 * tells * len(job.runs) + 2
+        console, work, ranks=ranks, steps=2 * tells * len(job.runs) + 3
     )
     return report
 
