@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 __all__ = ["ROOT", "use_checkout"]
@@ -22,15 +23,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def use_checkout() -> None:
-    """Make ``dlo_core`` and the backends of this clone importable, unless they are installed."""
-    if "DLO_CHECKOUT" in os.environ:
-        return
-    paths = [str(ROOT)]
+    """Make ``dlo_core`` importable and its backends known, where they are not already."""
+    paths = []
+    if find_spec("dlo_core") is None:
+        paths.append(str(ROOT))
     if not metadata.entry_points(group="dlo"):
         paths.append(str(_entry_points()))
-    sys.path[:0] = paths
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
-    os.environ["DLO_CHECKOUT"] = "1"
+    if paths:
+        sys.path[:0] = paths
+        inherited = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([inherited] if inherited else [])])
 
 
 def _entry_points() -> Path:

@@ -75,12 +75,15 @@ def machine(device: str) -> dict[str, Any]:
 
     import torch
 
+    import dlo_core
+
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "python": platform.python_version(),
         "kernel": platform.release(),
         "torch": torch.__version__,
         "device": device,
+        "dlo": dlo_core.__version__,
         "cores": len(os.sched_getaffinity(0)),
         "commit": _said(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]),
     }
