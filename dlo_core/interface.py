@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from dlo_core.errors import HostMemoryError
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -27,6 +29,7 @@ __all__ = [
     "HostBuffer",
     "MemoryInfo",
     "PinnedAllocator",
+    "Registration",
     "Stream",
 ]
 
@@ -72,11 +75,17 @@ class Capabilities:
             two and at least 64.
         host_blocks: Whether a wait on the compute stream blocks the calling thread.
         pinned_memory: Whether host memory can be page-locked for asynchronous copies.
+        host_registration: Whether memory that exists already can be page-locked in place, by
+            ``PinnedAllocator.register``; shared mappings, too.
+        readonly_registration: Whether this works for a mapping that must not be written, such as
+            the pages of a file.
     """
 
     alignment: int = 256
     host_blocks: bool = False
     pinned_memory: bool = False
+    host_registration: bool = False
+    readonly_registration: bool = False
 
     def __post_init__(self) -> None:
         """Refuse an alignment that is not a power of two of at least 64."""
@@ -123,6 +132,20 @@ class HostBuffer(Protocol):
         """Give the memory back; afterwards ``tensor`` must not be used. Idempotent."""
 
 
+class Registration(Protocol):
+    """Memory of somebody else that is page-locked until it is released."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the system locked: those of all pages that the memory touches."""
+
+    def release(self) -> None:
+        """Unlock the memory, which stays as it is. Idempotent; never raises.
+
+        The caller sees to it that no copy from the memory is under way, and keeps it mapped.
+        """
+
+
 class PinnedAllocator(ABC):
     """Makes host buffers from which the device can copy asynchronously."""
 
@@ -133,6 +156,27 @@ class PinnedAllocator(ABC):
         Raises:
             HostMemoryError: The memory cannot be had; names the bytes and the limit.
         """
+
+    def register(self, memory: torch.Tensor, *, readonly: bool = False) -> Registration:
+        """Page-lock host memory that exists already, where it lies.
+
+        Called only where ``Capabilities.host_registration`` says so, and with ``readonly`` only
+        where ``Capabilities.readonly_registration`` does. What is registered may be mapped by
+        other processes, which register it, too.
+
+        Args:
+            memory: ``uint8``, contiguous, on the CPU; begins at a page.
+            readonly: Whether the mapping must not be written; then it is a shared mapping of a
+                file (``MAP_SHARED``, ``PROT_READ``), never a private one.
+
+        Raises:
+            HostMemoryError: The memory cannot be locked; names the bytes and the limit. Nothing is
+                locked then, and no error of the device is left behind.
+        """
+        raise HostMemoryError(
+            f"{type(self).__name__} cannot page-lock {memory.nbytes:,} bytes that exist already: "
+            "the backend has no host registration"
+        )
 
 
 class Collective(ABC):
