@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,16 +229,19 @@ def rates(options: Options, found: Findings) -> None:
         if options.cuda:
             found.at_least("enable from host tensors, GB/s", rate, 10.0)
 
-        def from_file() -> Any:
+        def from_file(**settings: Any) -> Any:
             with torch.device("meta"):
                 bare = SyntheticTransformer(shape).to(getattr(torch, shape.dtype)).eval()
-            return dlo.offload(bare, device=options.device, checkpoint=path), bare
+            return dlo.offload(bare, device=options.device, checkpoint=path, **settings), bare
 
         rate = check("from_page_cache", from_file)
         if options.cuda:
             found.at_least("enable from a warm page cache, GB/s", rate, 8.0)
-    if "shared" not in HOST_TIERS:
-        found.note(shared="this checkout has no host='shared'")
+        for tier in {"shared", "mapped"} & set(HOST_TIERS):
+            try:
+                check(f"into_{tier}", partial(from_file, host=tier))
+            except dlo.DloError as error:
+                found.note(**{f"into_{tier}": str(error)[:300]})
 
 
 def flat(options: Options, found: Findings) -> None:

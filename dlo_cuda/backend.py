@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,9 @@ from dlo_core.interface import Capabilities
 from dlo_cuda.cudart import load_runtime
 from dlo_cuda.pinned import SlabAllocator
 
+if TYPE_CHECKING:
+    from dlo_cuda.cudart import Runtime
+
 __all__ = ["CudaBackend", "make_backend"]
 
 _logger = logging.getLogger("dlo")
@@ -21,18 +25,27 @@ _logger = logging.getLogger("dlo")
 class CudaBackend(AcceleratorBackend):
     """What ``torch.cuda`` gives, with pinned slabs of exact size."""
 
-    def __init__(self, device: torch.device, slabs: SlabAllocator | None) -> None:
+    def __init__(
+        self, device: torch.device, slabs: SlabAllocator | None, *, readonly: bool = False
+    ) -> None:
         """Take what was probed.
 
         Args:
             device: The device, with its index.
             slabs: Makes the host buffers; None: torch's own pinned memory.
+            readonly: Whether memory that may not be written can be locked in place.
         """
         super().__init__(
             torch.cuda,
             device,
             comm_library="nccl",
-            capabilities=Capabilities(alignment=256, host_blocks=False, pinned_memory=True),
+            capabilities=Capabilities(
+                alignment=256,
+                host_blocks=False,
+                pinned_memory=True,
+                host_registration=slabs is not None,
+                readonly_registration=slabs is not None and readonly,
+            ),
             allocator=slabs,
         )
         self._slabs = slabs
@@ -81,17 +94,18 @@ def make_backend(device: str) -> CudaBackend:
     if number is None:
         # Asking for the current device would start CUDA, which a look at the backends must not.
         number = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
-    return CudaBackend(torch.device("cuda", number), _probe_allocator(number))
+    return _probe(torch.device("cuda", number), number)
 
 
-def _probe_allocator(device: int) -> SlabAllocator | None:
-    """Return our slabs where this machine can register memory, else None."""
+def _probe(device: torch.device, index: int) -> CudaBackend:
+    """Return a backend with our slabs where this machine can register memory."""
     try:
-        runtime = load_runtime(device)
+        runtime: Runtime = load_runtime(index)
     except BackendError as error:
         _logger.info("pinned memory comes from torch, which takes powers of two: %s", error)
-        return None
+        return CudaBackend(device, None)
     if not runtime.can_register():
-        _logger.info("pinned memory comes from torch: device %d registers no memory", device)
-        return None
-    return SlabAllocator(runtime)
+        _logger.info("pinned memory comes from torch: %s registers no memory", device)
+        return CudaBackend(device, None)
+    slabs = SlabAllocator(runtime)
+    return CudaBackend(device, slabs, readonly=runtime.can_register_readonly())

@@ -46,13 +46,10 @@ _TURN_S = 60.0
 class PinnedSlab:
     """One run of page-locked host memory of exactly the size that was asked for."""
 
-    def __init__(self, pages: mmap.mmap | None, registration: HostRegistration | None) -> None:
-        """Take a mapping and its registration; None: no bytes at all."""
+    def __init__(self, tensor: torch.Tensor, registration: HostRegistration | None) -> None:
+        """Take the bytes, which hold their mapping, and what locked them; None: no bytes at all."""
         self._registration = registration
-        self._tensor: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if pages is not None and registration is not None:
-            # The tensor holds the mapping; it goes when the last view goes.
-            self._tensor = torch.frombuffer(pages, dtype=torch.uint8, count=registration.nbytes)
+        self._tensor: torch.Tensor | None = tensor
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -69,7 +66,7 @@ class PinnedSlab:
     @property
     def locked_nbytes(self) -> int:
         """Bytes of the pages that are locked now."""
-        return 0 if self._registration is None else self._registration.locked_nbytes
+        return 0 if self._registration is None else self._registration.nbytes
 
     def release(self) -> None:
         """Unlock the pages; the memory itself goes with its last view. Idempotent."""
@@ -115,14 +112,15 @@ class SlabAllocator(PinnedAllocator):
         Raises:
             HostMemoryError: The memory cannot be had or cannot be locked; names bytes and limits.
         """
-        if not nbytes:
-            return PinnedSlab(None, None)
-        pages = _map(nbytes)
-        address = _address(pages)
-        self._touch(address, nbytes, _POPULATE_WRITE, f"cannot make {nbytes:,} bytes present")
-        registration = self._lock(address, nbytes, pages, 0)
         with torch.inference_mode(False):
-            return PinnedSlab(pages, registration)
+            if not nbytes:
+                return PinnedSlab(torch.empty(0, dtype=torch.uint8, device="cpu"), None)
+            pages = _map(nbytes)
+            # The tensor holds the mapping; it goes when the last view goes.
+            tensor = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+        address = tensor.data_ptr()
+        self._touch(address, nbytes, _POPULATE_WRITE, f"cannot make {nbytes:,} bytes present")
+        return PinnedSlab(tensor, self._lock(address, nbytes, pages, 0))
 
     def register(self, memory: torch.Tensor, *, readonly: bool = False) -> HostRegistration:
         """Page-lock the memory of a host tensor where it lies, without a copy.
@@ -244,10 +242,6 @@ def _map(nbytes: int) -> mmap.mmap:
         except (AttributeError, OSError):
             continue
     return pages
-
-
-def _address(pages: mmap.mmap) -> int:
-    return torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
 
 
 def touch(

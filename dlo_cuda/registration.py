@@ -136,8 +136,7 @@ class HostRegistration:
     """Host memory that is page-locked in place until it is released.
 
     Attributes:
-        nbytes: Bytes of the memory as it was given.
-        locked_nbytes: Bytes of the pages that the driver locked.
+        nbytes: Bytes of the pages that are locked: all that the memory touches; 0 once released.
         seams: Addresses inside of it at which one piece ends and the next one begins.
     """
 
@@ -164,7 +163,6 @@ class HostRegistration:
         Raises:
             HostMemoryError: The driver refused; nothing stays locked.
         """
-        self.nbytes = nbytes
         start, stop = whole_pages(address, nbytes)
         self.seams = tuple(range(start + piece_nbytes, stop, piece_nbytes))
         _waiter.start()
@@ -172,7 +170,7 @@ class HostRegistration:
         reason = self._pages.lock(start, stop, flags=flags, piece_nbytes=piece_nbytes)
         if reason is not None:
             raise HostMemoryError(reason)
-        self.locked_nbytes = stop - start
+        self.nbytes = stop - start
         # Runs when this object goes, and at exit in the reverse order of making.
         self._finalizer = weakref.finalize(self, self._pages.unlock_when_idle)
 
@@ -180,8 +178,8 @@ class HostRegistration:
         """Unlock the pages; no copy may be under way. Idempotent."""
         self._finalizer.detach()
         self._pages.unlock()
-        self.locked_nbytes, self.seams = 0, ()
+        self.nbytes, self.seams = 0, ()
 
     def __repr__(self) -> str:
         """Show how much is locked."""
-        return f"HostRegistration({self.nbytes:,} bytes, {self.locked_nbytes:,} locked)"
+        return f"HostRegistration({self.nbytes:,} bytes locked)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,19 @@ def test_of_several_ranks_the_slowest_counts_and_each_copies_its_part() -> None:
     (row,) = BenchReport(job, alone, streamed).rows
     assert (row.compute_ms, row.copy_ms, row.step_ms) == (2.0, 3.0, 5.0)
     assert row.simulated_ms == pytest.approx(3.0)
+
+
+def test_blocks_that_stay_are_neither_copied_nor_simulated_as_copied() -> None:
+    """As many as were set, or as the copied bytes tell."""
+    alone = made_run(3.0, block_ms=(0.5,) * 6)
+    for wanted in (2, "auto"):
+        # The settings are those of a version that can do it.
+        job = BenchJob(SHAPE, tokens=(4,))
+        job.settings["resident_layers"] = wanted
+        streamed = dataclasses.replace(made_streamed(made_run(4.5)), copied_nbytes=4_000_000)
+        (row,) = BenchReport(job, [(alone,)], [streamed]).rows
+        assert row.copy_ms == 4.0
+        assert row.simulated_ms == pytest.approx(4.0, rel=0.01)
 
 
 @pytest.mark.parametrize("wrong", [("b", "b", "b"), ("a", "a", "b")])

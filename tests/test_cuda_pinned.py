@@ -20,7 +20,7 @@ import torch
 from dlo_core.errors import BackendError, HostMemoryError
 
 pinned = pytest.importorskip("dlo_cuda.pinned")
-from dlo_cuda import registration  # noqa: E402
+from dlo_cuda import backend, registration  # noqa: E402
 from dlo_cuda.backend import CudaBackend  # noqa: E402
 from dlo_cuda.cudart import READ_ONLY, CudaRuntime, load_runtime  # noqa: E402
 from dlo_cuda.maps import regions_of  # noqa: E402
@@ -169,7 +169,7 @@ def test_large_slabs_are_registered_in_pieces_and_unregistered_in_reverse(
 
 def test_a_copy_never_crosses_a_seam(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     slabs = SlabAllocator(runtime, piece_nbytes=2 * PAGE)
-    backend = CudaBackend(torch.device("cuda", 0), slabs)
+    device = CudaBackend(torch.device("cuda", 0), slabs)
     slab = slabs.allocate(5 * PAGE)
     slab.tensor.copy_(torch.arange(5 * PAGE) % 251)
     # Without a GPU the device side is ordinary memory, which looks like no host side here.
@@ -184,11 +184,11 @@ def test_a_copy_never_crosses_a_seam(runtime: FakeRuntime, monkeypatch: pytest.M
     monkeypatch.setattr(above, "copy", copy)
     source = slab.tensor[PAGE : 5 * PAGE - 3]
     dst = torch.zeros_like(source)
-    backend.copy(dst, source)
+    device.copy(dst, source)
     assert torch.equal(dst, source)
     assert seen == [(PAGE, PAGE), (2 * PAGE, 2 * PAGE), (4 * PAGE, PAGE - 3)]
     seen.clear()
-    backend.copy(dst[:PAGE], slab.tensor[:PAGE])
+    device.copy(dst[:PAGE], slab.tensor[:PAGE])
     assert seen == [(0, PAGE)]
     slab.release()
     assert slabs.cuts(source.data_ptr(), source.nbytes) == []
@@ -277,8 +277,8 @@ def test_memory_of_a_tensor_is_locked_where_it_lies(
     memory = torch.arange(10 * PAGE, dtype=torch.uint8)
     part = memory[100 : 5 * PAGE]
     made = slabs.register(part)
-    assert made.nbytes == part.nbytes
     ((start, nbytes),) = runtime.locked.items()
+    assert made.nbytes == nbytes
     assert start <= part.data_ptr()
     assert start + nbytes >= part.data_ptr() + part.nbytes
     assert runtime.flags == [0]
@@ -548,3 +548,31 @@ def test_the_hook_imports_nothing_but_itself() -> None:
         timeout=40, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "['dlo_cuda']"
+
+
+@pytest.mark.parametrize(
+    ("can", "can_readonly", "expected"),
+    [(True, True, (True, True)), (True, False, (True, False)), (False, True, (False, False))],
+)
+def test_what_the_device_cannot_the_backend_does_not_claim(
+    monkeypatch: pytest.MonkeyPatch, can: bool, can_readonly: bool, expected: tuple[bool, bool]
+) -> None:
+    runtime = FakeRuntime(readonly=can_readonly)
+    monkeypatch.setattr(runtime, "can_register", lambda: can)
+    monkeypatch.setattr(backend, "load_runtime", lambda index: runtime)
+    made = backend._probe(torch.device("cuda", 0), 0)
+    found = made.capabilities
+    assert (found.host_registration, found.readonly_registration) == expected
+    assert isinstance(made.allocator, SlabAllocator) == can
+
+
+def test_without_a_runtime_to_call_memory_comes_from_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(index: int) -> CudaRuntime:
+        raise BackendError("no libcudart")
+
+    monkeypatch.setattr(backend, "load_runtime", absent)
+    made = backend._probe(torch.device("cuda", 0), 0)
+    assert not made.capabilities.host_registration
+    assert not isinstance(made.allocator, SlabAllocator)

@@ -67,7 +67,7 @@ class StreamedRank:
     Attributes:
         runs: One a length.
         enable_s: Seconds that ``enable`` took.
-        blocks_nbytes: Bytes of each block.
+        blocks_nbytes: Bytes of each block, those that stay on the device included.
         copied_nbytes: Bytes that this rank copies to its device in a pass.
         host_nbytes: Bytes of this rank's shards.
         pinned_nbytes: Bytes of them that the system locked.
@@ -106,8 +106,8 @@ def measure_streamed(member: Member, job: BenchJob) -> StreamedRank:
     backend = member.backend
     with torch.inference_mode(False):
         model = job.make("cpu")
-    largest = max(_nbytes(model.get_submodule(name)) for name in _block_names(model))
-    link_gb_s, gather_gb_s = _probe(member, min(largest, _PROBE_NBYTES), job)
+    own = {name: _nbytes(model.get_submodule(name)) for name in _block_names(model)}
+    link_gb_s, gather_gb_s = _probe(member, min(max(own.values()), _PROBE_NBYTES), job)
     _forget_cache(member)
     member.tell("weights made")
     member.barrier()
@@ -127,10 +127,11 @@ def measure_streamed(member: Member, job: BenchJob) -> StreamedRank:
     )
     copied = _copied(offloaded, partial(_forward, member, job, model))
     stats = offloaded.stats()
+    streamed = {block.name: block.nbytes for block in stats.blocks}
     made = StreamedRank(
         runs=runs,
         enable_s=enable_s,
-        blocks_nbytes=tuple(block.nbytes for block in stats.blocks),
+        blocks_nbytes=tuple(streamed.get(name, nbytes) for name, nbytes in own.items()),
         copied_nbytes=copied,
         host_nbytes=stats.host_bytes,
         pinned_nbytes=stats.pinned_bytes,
