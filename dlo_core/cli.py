@@ -189,6 +189,7 @@ def _pair(text: str) -> tuple[int, int]:
     return int(left), int(right)
 
 
+@app.command()
 def inspect(
     checkpoint: Annotated[
         Path, typer.Argument(help="A safetensors file, a folder with one or several, or an index.")
@@ -227,6 +228,79 @@ def inspect(
     else:
         print_inspection(found, Console())
     raise typer.Exit(1 if found.problems else 0)
+
+
+@app.command()
+def probe(
+    device: Annotated[
+        str | None, typer.Option(help="Kind of device, or one device; the first usable one.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Processes that copy and gather together.")] = 1,
+    size_mb: Annotated[
+        int | None, typer.Option("--size-mb", help="Megabytes of each copy.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Measure what this machine's links, memory and arithmetic do."""
+    from dlo_core.bench.run import probe as run_probe
+
+    raise typer.Exit(run_probe(device, ranks=ranks, size_mb=size_mb, json=json))
+
+
+@app.command()
+def bench(
+    *,
+    device: Annotated[
+        str | None, typer.Option(help="Kind of device, or one device; the first usable one.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Processes that shard the weights.")] = 1,
+    width: Annotated[int | None, typer.Option(help="Features of a token.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
+    blocks: Annotated[int | None, typer.Option(help="Whole blocks.")] = None,
+    half_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of half the size after each whole one.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Lengths, with commas between; a row of the table each.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="module:function that returns (model, args, kwargs), on the host.")
+    ] = "",
+    passes: Annotated[int | None, typer.Option(help="Passes that are timed.")] = None,
+    depth: Annotated[int, typer.Option(help="Slots on the device, at least 2.")] = 2,
+    stages: Annotated[int, typer.Option(help="Stages of gather mode; 0 gathers in place.")] = 2,
+    use_allgather: Annotated[
+        bool, typer.Option("--use-allgather/--no-use-allgather", help="Shard the weights.")
+    ] = True,
+    setting: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE of any other setting; may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for bench.png; none: no plot.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Time a model with streamed weights against the machine's limits, and compare the bits."""
+    from dlo_core.bench import run
+    from dlo_core.bench.job import BenchJob
+
+    def change(job: BenchJob) -> BenchJob:
+        settings = {"depth": depth, "stages": stages, "use_allgather": use_allgather}
+        return run.changed(
+            job,
+            {
+                "width": width,
+                "num_heads": heads,
+                "num_blocks": blocks,
+                "num_half_blocks": half_blocks,
+            },
+            {
+                "tokens": run.parse_tokens(tokens),
+                "num_passes": passes,
+                "model": model,
+                "settings": settings | run.parse_settings(setting or ()),
+            },
+        )
+
+    raise typer.Exit(run.bench(device, change, ranks=ranks, out=out, json=json))
 
 
 def main() -> None:

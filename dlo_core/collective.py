@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LoneCollective", "abort_group", "all_gather_bytes", "living", "release_group"]
 
-# torch 2.13 deprecates all_gather_into_tensor for all_gather_single.
-all_gather_bytes: Callable[..., object] = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
+# torch 2.13 deprecates all_gather_into_tensor for all_gather_single; a release has either or both.
+_ALL_GATHER = next(
+    name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)
 )
+all_gather_bytes: Callable[..., object] = getattr(dist, _ALL_GATHER)
 
 
 class LoneCollective(Collective):

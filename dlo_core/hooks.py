@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
+from dlo_core.compiling import OUTSIDE
 from dlo_core.errors import UseError
 
 if TYPE_CHECKING:
@@ -54,13 +56,15 @@ class _Wrapped:
         self._handles: list[Any] = []
         self._before = {key: vars(module)[key] for key in self._keys if key in vars(module)}
 
-    _keys = ("_compiled_call_impl", "compile", "_apply")
+    _keys = ("_compiled_call_impl", "compile", "_apply", "__call__")
 
     def attach(self, call: Callable[..., Any]) -> None:
         attributes = vars(self.module)
         attributes["_compiled_call_impl"] = call
         attributes["compile"] = self.compile
         attributes["_apply"] = self.refuse_apply
+        # See [Note: outside of the graph] in compiling.py.
+        attributes["__call__"] = _asking(self.module)
         self._handles = [
             self.module.register_load_state_dict_pre_hook(_refuse_load),
             self.module.register_state_dict_pre_hook(_refuse_state_dict),
@@ -115,8 +119,17 @@ class Hooks:
         vars(self._model).pop(_ENGINE, None)
 
 
+def _asking(module: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return type(module).__call__(module, *args, **kwargs)
+
+    return call
+
+
 def _root_call(wrapped: _Wrapped, streamer: Streamer) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            torch._dynamo.skip_frame(msg=OUTSIDE)
         return streamer.call_root(wrapped.inner, args, kwargs)
 
     return call
@@ -124,6 +137,8 @@ def _root_call(wrapped: _Wrapped, streamer: Streamer) -> Callable[..., Any]:
 
 def _block_call(wrapped: _Wrapped, streamer: Streamer, block: int) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            torch._dynamo.skip_frame(msg=OUTSIDE)
         return streamer.call(block, wrapped.inner, args, kwargs)
 
     return call

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from dlo_core.compiling import OUTSIDE, aside
 from dlo_core.errors import DloError, FillError, FillTimeout, UseError
 from dlo_core.feed import FeedError
 
@@ -66,6 +68,8 @@ class Streamer:
         self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run the model's own call as one pass."""
+        if is_dynamo_compiling():
+            torch._dynamo.skip_frame(msg=OUTSIDE)
         self._enter()
         try:
             self._check_grad(args, kwargs)
@@ -75,7 +79,7 @@ class Streamer:
             finally:
                 self.end_pass()
         finally:
-            self._pool.lock.release()
+            self.leave()
 
     def call(
         self,
@@ -85,6 +89,8 @@ class Streamer:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Run one block's own call with its weights bound."""
+        if is_dynamo_compiling():
+            torch._dynamo.skip_frame(msg=OUTSIDE)
         self._enter()
         try:
             slot = self._before(block, args, kwargs)
@@ -96,8 +102,9 @@ class Streamer:
             self._after(block, slot)
             return out
         finally:
-            self._pool.lock.release()
+            self.leave()
 
+    @aside
     def begin_pass(self) -> None:
         """Open a pass; the caller holds the pool's lock."""
         if self.on_pass is not None:
@@ -106,6 +113,7 @@ class Streamer:
         self._waited = {}
         self._transfer.mark(self.pass_start)
 
+    @aside
     def end_pass(self) -> None:
         """Close the pass, unless the offload failed: then there is nothing to wait for."""
         self.last_waited = tuple(self._waited)
@@ -145,6 +153,7 @@ class Streamer:
         """
         self._enter()
 
+    @aside
     def leave(self) -> None:
         """Give the pool back."""
         self._pool.lock.release()
@@ -168,6 +177,7 @@ class Streamer:
             mixed = "it holds another block's bytes: the ranks' gathers were mixed up"
             self._fail(mixed, block, slot.fill)
 
+    @aside
     def _enter(self) -> None:
         if not self._pool.lock.acquire(blocking=False):
             raise UseError(
@@ -181,6 +191,7 @@ class Streamer:
             self._pool.lock.release()
             raise
 
+    @aside
     def _before(self, block: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Slot:
         self._check_grad(args, kwargs)
         number = self.first_block + block
@@ -198,6 +209,7 @@ class Streamer:
         self._waited[number] = None
         return slot
 
+    @aside
     def _after(self, block: int, slot: Slot, *, raised: bool = False) -> None:
         self._depth[block] -= 1
         try:
@@ -240,6 +252,7 @@ class Streamer:
         self._pool.failure = failure
         raise failure from cause
 
+    @aside
     def _check_grad(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return

@@ -266,7 +266,8 @@ class GatheringTransfer(Transfer):
             feed: Brings the shards to where they are copied from; None: they are there.
         """
         super().__init__(backend, pool, blocks, feed=feed)
-        self._comm_stream = backend.new_stream()
+        # A gather takes a few of the units that compute; queued behind them it would come late.
+        self._comm_stream = backend.new_stream(priority=-1)
         self._collective = collective
         self._unpack = unpack
 

@@ -86,6 +86,8 @@ def localised(code: str, checkpoint: Path) -> str:
         '"double_blocks", "single_blocks"': '"blocks"',
         "model.layers[2:]": "model.blocks[2:]",
         "blocks.0.scale_table": "blocks.0.norm.weight",
+        # No C++ compiler is needed to try it.
+        "compile(fullgraph=True)": 'compile(fullgraph=True, backend="eager")',
         # The toy has buffers, which the reader is told to keep real.
         'with torch.device("meta"):\n    model = MyTransformer()': META,
     }.items():
@@ -111,6 +113,15 @@ def on_meta(model: torch.nn.Module) -> torch.nn.Module:
 def test_the_snippets_run_on_two_ranks(page: Path, tmp_path: Path) -> None:
     counts = run_ranks(run_snippets, 2, str(page), str(tmp_path))
     assert min(counts) >= 2
+
+
+def test_the_planners_snippet_says_what_its_comments_say() -> None:
+    page = ROOT / "docs" / "benchmarks.md"
+    (code,) = CODE.findall(page.read_text())
+    space: dict[str, Any] = {"print": lambda *_: None}
+    exec(compile(code, str(page), "exec"), space)
+    assert f"{space['alone'].step_ms:.1f} and {space['alone'].exposed_ms:.1f}:" in code
+    assert space["spread"].step_ms < space["leading"].step_ms
 
 
 def test_the_snippet_of_the_testing_kit_runs() -> None:

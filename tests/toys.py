@@ -172,7 +172,9 @@ def assert_restored(model: nn.Module, before: dict[str, Any]) -> None:
         assert same_bits(got[4], value), name
     for module in model.modules():
         assert module._compiled_call_impl is None
-        assert not {"_apply", "compile", "forward", "_dlo_offload"} & vars(module).keys()
+        assert (
+            not {"__call__", "_apply", "compile", "forward", "_dlo_offload"} & vars(module).keys()
+        )
         assert not module._load_state_dict_pre_hooks
         assert not module._state_dict_pre_hooks
 

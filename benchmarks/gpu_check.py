@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""One command for a machine with a GPU: is dlo right there, and is it at the limits?
+
+Every section runs in a process of its own with a time limit, so none can take another one down;
+what it found so far is kept when it is killed. The findings are printed and written as they come.
+Where dlo is not installed, the clone around this file is used.
+
+    python benchmarks/gpu_check.py --out gpu_check.json --budget 560
+    python benchmarks/gpu_check.py --sections pinned,equal
+    python benchmarks/gpu_check.py --device cpu --small          to see that it works
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import check_memory
+import check_order
+import check_steps
+from checkout import use_checkout
+from checks import Findings, Options, Skip
+from child import answer, machine, run_child
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+use_checkout()
+
+# In the order of what one wants to know first, each with its limit in seconds.
+SECTIONS: dict[str, tuple[Callable[[Options, Findings], None], float]] = {
+    "pinned": (check_memory.pinned, 60),
+    "bits": (check_order.bits, 90),
+    "equal": (check_steps.equal, 150),
+    "unequal": (check_steps.unequal, 120),
+    "rates": (check_memory.rates, 100),
+    "flat": (check_memory.flat, 60),
+    "sync": (check_order.sync, 60),
+    "host": (check_order.host, 60),
+    "residents": (check_steps.residents, 240),
+    "nccl": (check_order.nccl, 120),
+    "compiled": (check_order.compiled, 120),
+    "context": (check_memory.context, 40),
+    "sanitizer": (check_order.sanitizer, 60),
+}
+
+
+def run_section(options: argparse.Namespace) -> int:
+    """Run one section in this process and hand over what it finds."""
+    made = Options(
+        device=options.device,
+        small=options.small,
+        limit_s=options.limit,
+        save=lambda found: answer(options.answer, found),
+    )
+    found = Findings(made)
+    try:
+        SECTIONS[options.run][0](made, found)
+    except Skip as skip:
+        answer(options.answer, found.to_dict() | {"skipped": str(skip)})
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}"
+        answer(options.answer, found.to_dict() | {"error": text[:2000]})
+        return 1
+    answer(options.answer, found.to_dict() | {"complete": True})
+    return 0
+
+
+def run_all(options: argparse.Namespace) -> int:
+    """Run every section within the budget; return 0 when all that ran is in order."""
+    deadline = time.monotonic() + options.budget
+    results: dict[str, Any] = {"machine": machine(options.device), "sections": {}}
+    print(json.dumps(results["machine"]), flush=True)
+    for name in options.sections:
+        left = deadline - time.monotonic()
+        if left < 15:
+            results["sections"][name] = {"skipped": "out of budget"}
+        else:
+            limit_s = min(SECTIONS[name][1], left)
+            print(f"== {name} (at most {limit_s:.0f} s)", flush=True)
+            passed_on = ["--device", options.device, *(["--small"] if options.small else [])]
+            arguments = [*passed_on, "--run", name, "--limit", str(max(limit_s - 5, 5))]
+            results["sections"][name] = run_child(__file__, arguments, limit_s=limit_s)
+        _show(name, results["sections"][name])
+        Path(options.out).write_text(json.dumps(results, indent=1))
+    verdicts = {name: verdict(found) for name, found in results["sections"].items()}
+    print(json.dumps({"verdicts": verdicts}))
+    return 1 if "failed" in verdicts.values() else 0
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """Return ``"ok"``, ``"failed"`` or ``"skipped"``."""
+    if "skipped" in found:
+        return "skipped"
+    ended = found.get("complete") and "error" not in found
+    return "ok" if ended and all(check["ok"] for check in found["checks"]) else "failed"
+
+
+def _show(name: str, found: dict[str, Any]) -> None:
+    for check in found.get("checks", ()):
+        word = "ok  " if check["ok"] else "FAIL"
+        print(f"  {word} {check['name']}: {check['value']} ({check['limit']})")
+    if found.get("facts"):
+        print(f"  facts: {json.dumps(found['facts'])}")
+    for key in ("skipped", "error", "log"):
+        if key in found:
+            print(f"  {key}: {found[key]}")
+    print(f"  {name}: {verdict(found)}, {found.get('seconds', 0)} s", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda:0", help="cuda:0, or cpu to try it")
+    parser.add_argument("--small", action="store_true", help="models of a few megabytes")
+    parser.add_argument("--out", default="gpu_check.json", help="file of the findings")
+    parser.add_argument("--sections", default="", help=f"of: {', '.join(SECTIONS)}")
+    parser.add_argument("--budget", type=float, default=560, help="seconds for all sections")
+    parser.add_argument("--run", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=60, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.sections = options.sections.split(",") if options.sections else [*SECTIONS]
+    unknown = [name for name in options.sections if name not in SECTIONS]
+    if unknown:
+        parser.error(f"unknown sections {', '.join(unknown)}; known: {', '.join(SECTIONS)}")
+    return options
+
+
+if __name__ == "__main__":
+    given = parse()
+    sys.exit(run_section(given) if given.run else run_all(given))

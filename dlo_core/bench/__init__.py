@@ -1,0 +1,1 @@
+"""Measurements: what a machine's links do, and what a streamed model takes against the limits."""

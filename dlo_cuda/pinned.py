@@ -1,0 +1,330 @@
+"""Pinned memory: host slabs of exact size that the device copies from at the link's full rate.
+
+torch's own pinned memory takes powers of two and locks one page after the other. Here a slab is an
+anonymous mapping of whole pages, on huge pages where the system gives them, brought in by several
+threads and registered afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import resource
+import tempfile
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import psutil
+import torch
+
+from dlo_core.errors import BackendError, HostMemoryError
+from dlo_core.interface import PinnedAllocator
+from dlo_cuda.cudart import READ_ONLY
+from dlo_cuda.maps import Region, regions_of
+from dlo_cuda.registration import PIECE_NBYTES, HostRegistration, whole_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dlo_cuda.cudart import Runtime
+
+__all__ = ["PinnedSlab", "SlabAllocator", "memory_limits", "touch"]
+
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+_TOUCH_NBYTES = 64 << 20
+_MOST_THREADS = 16
+_TURN_S = 60.0
+
+
+class PinnedSlab:
+    """One run of page-locked host memory of exactly the size that was asked for."""
+
+    def __init__(self, tensor: torch.Tensor, registration: HostRegistration | None) -> None:
+        """Take the bytes, which hold their mapping, and what locked them; None: no bytes at all."""
+        self._registration = registration
+        self._tensor: torch.Tensor | None = tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The bytes; raises after ``release``."""
+        if self._tensor is None:
+            raise BackendError("this host buffer was released")
+        return self._tensor
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the pages are locked now."""
+        return self.locked_nbytes > 0
+
+    @property
+    def locked_nbytes(self) -> int:
+        """Bytes of the pages that are locked now."""
+        return 0 if self._registration is None else self._registration.nbytes
+
+    def release(self) -> None:
+        """Unlock the pages; the memory itself goes with its last view. Idempotent."""
+        if self._registration is not None:
+            self._registration.release()
+        self._tensor = None
+
+    def __repr__(self) -> str:
+        """Show how much is locked."""
+        return f"PinnedSlab({self.locked_nbytes:,} bytes locked)"
+
+
+class SlabAllocator(PinnedAllocator):
+    """Makes pinned slabs, and page-locks memory that is there already."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        num_threads: int | None = None,
+        piece_nbytes: int = PIECE_NBYTES,
+        lock_path: Path | None = None,
+    ) -> None:
+        """Keep what it needs; nothing is called yet.
+
+        Args:
+            runtime: Registers the pages.
+            num_threads: Threads that bring pages in; None: as many as there are cores, at most 16.
+            piece_nbytes: The most that one call registers; whole pages.
+            lock_path: File over which the processes of one user take turns at registering memory
+                that they share; None: one in the system's folder for temporary files.
+        """
+        self._runtime = runtime
+        self._num_threads = num_threads or min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+        self._piece_nbytes = piece_nbytes
+        default = Path(tempfile.gettempdir()) / f"dlo-register-{os.getuid()}.lock"
+        self._lock_path = lock_path or default
+        self._split: weakref.WeakSet[HostRegistration] = weakref.WeakSet()
+
+    def allocate(self, nbytes: int) -> PinnedSlab:
+        """Return exactly ``nbytes`` page-locked zero bytes at the start of a page.
+
+        Raises:
+            HostMemoryError: The memory cannot be had or cannot be locked; names bytes and limits.
+        """
+        with torch.inference_mode(False):
+            if not nbytes:
+                return PinnedSlab(torch.empty(0, dtype=torch.uint8, device="cpu"), None)
+            pages = _map(nbytes)
+            # The tensor holds the mapping; it goes when the last view goes.
+            tensor = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+        address = tensor.data_ptr()
+        self._touch(address, nbytes, _POPULATE_WRITE, f"cannot make {nbytes:,} bytes present")
+        return PinnedSlab(tensor, self._lock(address, nbytes, pages, 0))
+
+    def register(self, memory: torch.Tensor, *, readonly: bool = False) -> HostRegistration:
+        """Page-lock the memory of a host tensor where it lies, without a copy.
+
+        Args:
+            memory: A contiguous tensor on the CPU; its mapping stays until it is released.
+            readonly: The memory will only be read by the device. Needed where this process may not
+                write it, and for shared mappings of files.
+
+        Raises:
+            HostMemoryError: It cannot be locked; names the bytes and why. Nothing stays locked.
+        """
+        if memory.device.type != "cpu" or not memory.is_contiguous():
+            raise HostMemoryError(
+                f"register() wants a contiguous tensor on the host; got {tuple(memory.shape)} on "
+                f"{memory.device}"
+            )
+        address, nbytes = memory.data_ptr(), memory.nbytes
+        if not nbytes:
+            raise HostMemoryError("register() wants memory; the tensor has no bytes")
+        start, stop = whole_pages(address, nbytes)
+        flags, shared = self._how(start, stop, nbytes, readonly)
+        advice = _POPULATE_READ if flags & READ_ONLY else _POPULATE_WRITE
+        self._touch(start, stop - start, advice, None)
+        if not shared:
+            return self._lock(address, nbytes, memory, flags)
+        with _turn(self._lock_path):
+            return self._lock(address, nbytes, memory, flags)
+
+    def cuts(self, address: int, nbytes: int) -> list[int]:
+        """Return where a copy from this range must be cut: one copy stays within one piece."""
+        if not self._split:
+            return []
+        seams = (seam - address for made in self._split for seam in made.seams)
+        return sorted(seam for seam in seams if 0 < seam < nbytes)
+
+    def _lock(self, address: int, nbytes: int, keep: object, flags: int) -> HostRegistration:
+        try:
+            made = HostRegistration(
+                self._runtime,
+                address,
+                nbytes,
+                keep=keep,
+                flags=flags,
+                piece_nbytes=self._piece_nbytes,
+            )
+        except HostMemoryError as error:
+            raise HostMemoryError(
+                f"cannot page-lock {nbytes:,} bytes of host memory (cudaHostRegister: {error}); "
+                f"{memory_limits()}; use host='pageable', more ranks, or raise the limit"
+            ) from None
+        if made.seams:
+            self._split.add(made)
+        return made
+
+    def _how(self, start: int, stop: int, nbytes: int, readonly: bool) -> tuple[int, bool]:
+        """Return the flags for a range, and whether other processes may see the same pages.
+
+        Raises:
+            HostMemoryError: It must not be registered.
+        """
+        try:
+            regions = regions_of(start, stop)
+        except OSError as error:
+            _refuse(nbytes, f"how it is mapped cannot be seen ({error})", "use a slab")
+        if sum(min(r.stop, stop) - max(r.start, start) for r in regions) != stop - start:
+            _refuse(nbytes, "part of it is not mapped", "keep its mapping open")
+        for region in regions:
+            if region.file and not region.shared:
+                # cudaHostRegister with the flag for reading never returns on such pages.
+                _refuse(
+                    nbytes,
+                    f"it is a private mapping (MAP_PRIVATE) of {region.path}",
+                    "map the file with MAP_SHARED, or copy it into a slab",
+                )
+            if not region.shared and not region.writable:
+                _refuse(nbytes, "it is private and may not be written", "make it writable")
+        needed = [region for region in regions if _needs_readonly(region)]
+        if needed and not readonly:
+            _refuse(
+                nbytes,
+                f"it is a mapping of {needed[0].path or 'memory'} that the device may only read",
+                "pass readonly=True",
+            )
+        if needed and not self._runtime.can_register_readonly():
+            _refuse(nbytes, "this device cannot register memory for reading only", "use a slab")
+        return (READ_ONLY if needed else 0), any(region.shared for region in regions)
+
+    def _touch(self, address: int, nbytes: int, advice: int, doing: str | None) -> None:
+        code = touch(address, nbytes, advice=advice, num_threads=self._num_threads)
+        if code and doing is not None:
+            raise HostMemoryError(
+                f"{doing} ({os.strerror(code)}); {memory_limits()}; use more ranks, or a machine "
+                "with more memory"
+            )
+
+
+def _needs_readonly(region: Region) -> bool:
+    """Return whether only a read-only registration of these pages can succeed."""
+    return region.file or not region.writable
+
+
+def _refuse(nbytes: int, why: str, remedy: str) -> NoReturn:
+    raise HostMemoryError(f"cannot page-lock {nbytes:,} bytes of host memory: {why}; {remedy}")
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise HostMemoryError(
+            f"cannot map {nbytes:,} bytes of host memory ({error}); {memory_limits()}; use more "
+            "ranks, or a machine with more memory"
+        ) from error
+    # Huge pages lock several times as fast; weights do not belong into core dumps.
+    for name in ("MADV_HUGEPAGE", "MADV_DONTDUMP"):
+        try:
+            pages.madvise(getattr(mmap, name))
+        except (AttributeError, OSError):
+            continue
+    return pages
+
+
+def touch(
+    address: int,
+    nbytes: int,
+    *,
+    advice: int = _POPULATE_WRITE,
+    num_threads: int = 1,
+    madvise: Callable[[int, int, int], int] | None = None,
+) -> int:
+    """Bring the pages of a range in, with several threads at once; no byte is changed.
+
+    Args:
+        address: Start of a page.
+        nbytes: Bytes of the range.
+        advice: The advice that does it: populate for reading or for writing.
+        num_threads: Threads at a time.
+        madvise: Advises a range and returns an error number; None: the system's.
+
+    Returns:
+        0, or the error number of what went wrong. A system without these advices is no error: the
+        registration brings the pages in itself, only slower.
+    """
+    call = madvise or _system_madvise()
+    starts = range(address, address + nbytes, _TOUCH_NBYTES)
+
+    def one(start: int) -> int:
+        return call(start, min(_TOUCH_NBYTES, address + nbytes - start), advice)
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="dlo-touch") as pool:
+        codes = {code for code in pool.map(one, starts) if code}
+    return min(codes - {errno.EINVAL, errno.ENOSYS}, default=0)
+
+
+def _system_madvise() -> Callable[[int, int, int], int]:
+    # Unlike mmap.madvise, a call through ctypes lets the other threads run meanwhile.
+    library = ctypes.CDLL(None, use_errno=True)
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def call(address: int, nbytes: int, advice: int) -> int:
+        return ctypes.get_errno() if library.madvise(address, nbytes, advice) else 0
+
+    return call
+
+
+@contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    """Let one process at a time register pages that others map, too; some drivers hang otherwise.
+
+    A process that does not give its turn back is not waited for longer than a minute.
+    """
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        deadline = time.monotonic() + _TURN_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def memory_limits(cgroup: Path = Path("/sys/fs/cgroup")) -> str:
+    """Return in words what may have been in the way: locked memory, the cgroup, free memory."""
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    allowed = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked:,} bytes"
+    parts = [f"locked memory (ulimit -l): {allowed}"]
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            most, now = (cgroup / limit).read_text().strip(), (cgroup / used).read_text().strip()
+        except OSError:
+            continue
+        most = f"{int(most):,} bytes" if most.isdecimal() and int(most) < 1 << 60 else "unlimited"
+        parts.append(f"cgroup memory: {most}, {int(now):,} used")
+    parts.append(f"available: {psutil.virtual_memory().available:,} bytes")
+    return ", ".join(parts)

@@ -1,0 +1,182 @@
+"""The scripts in benchmarks/: they run here on the CPU, and they say what goes wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import dlo_core
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that imports a script's module, and forgets it afterwards."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script on the dlo that is tested here."""
+    path = str(Path(dlo_core.__file__).parent.parent)
+    return subprocess.run(
+        [sys.executable, str(FOLDER / name), *arguments],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+
+
+def test_a_clone_declares_the_backends_that_its_project_declares(scripts: Any) -> None:
+    folder = scripts("checkout")._entry_points()
+    text = (folder / "dlo-0.dist-info" / "entry_points.txt").read_text()
+    assert text.splitlines() == [
+        "[dlo]",
+        "cpu = dlo_core.cpu",
+        "cuda = dlo_cuda",
+        "npu = dlo_ascend",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("answer(path, {'a': 1})", {"a": 1}),
+        ("answer(path, {'a': 1}); sys.exit(3)", {"a": 1, "error": "exit code 3"}),
+        ("answer(path, {'error': 'mine'}); sys.exit(1)", {"error": "mine"}),
+        ("pass", {"error": "no answer"}),
+        ("answer(path, {'a': 1}); time.sleep(60)", {"a": 1, "error": "killed after 1 s"}),
+    ],
+)
+def test_a_child_answers_or_says_how_it_ended(
+    scripts: Any, tmp_path: Path, body: str, expected: dict[str, Any]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            import sys, time
+            sys.path.insert(0, {str(FOLDER)!r})
+            from child import answer
+            path = sys.argv[sys.argv.index("--answer") + 1]
+            print("said before the end")
+            sys.stdout.flush()
+            {body}
+        """)
+    )
+    start = time.monotonic()
+    found = scripts("child").run_child(str(script), [], limit_s=1.0 if "sleep" in body else 30.0)
+    assert time.monotonic() - start < 30
+    assert found.pop("seconds") >= 0
+    log = found.pop("log", None)
+    assert found == expected
+    assert (log is not None and "said before" in log) == ("error" in expected)
+
+
+def made_results() -> dict[str, Any]:
+    def contender(step_ms: float, digest: str = "x") -> dict[str, Any]:
+        runs = {"8": {"step_ms": step_ms, "digests": [digest]}}
+        return {"runs": runs, "setup_s": 1.5, "seconds": 3}
+
+    resident = contender(10.0) | {"link_gb_s": 50.0, "blocks_gb": 1.0}
+    return {
+        "machine": {"torch": "9"},
+        "contenders": {
+            "resident": resident,
+            "dlo": contender(21.0),
+            "other": contender(42.0),
+            "wrong": contender(20.0, "y"),
+            "absent": {"skipped": "absent is not installed", "seconds": 0},
+        },
+    }
+
+
+def test_contenders_are_held_against_the_limit_and_the_fastest_peer(scripts: Any) -> None:
+    peers, results = scripts("peers"), made_results()
+    for found in results["contenders"].values():
+        peers.compare(found, results["contenders"]["resident"])
+    text = peers.table(results, [8])
+    # A copy of 1 GB over 50 GB/s is the longer of the two.
+    assert "8 tokens 20.0 ms" in text
+    assert "| dlo | 21.0 (1.050) |" in text
+    assert "| wrong | 20.0 (1.000) | – | – | – | 1.5 | **no** |" in text
+    assert "absent is not installed" in text
+    assert "dlo takes 1.050 of the fastest peer's time (wrong)" in text
+
+
+def test_a_section_is_in_order_only_when_it_came_to_its_end(scripts: Any) -> None:
+    verdict = scripts("gpu_check").verdict
+    good, bad = {"ok": True}, {"ok": False}
+    assert verdict({"checks": [good], "complete": True}) == "ok"
+    assert verdict({"checks": [good]}) == "failed"
+    assert verdict({"checks": [good, bad], "complete": True}) == "failed"
+    assert verdict({"checks": [good], "complete": True, "error": "exit code 1"}) == "failed"
+    assert verdict({"skipped": "no GPU"}) == "skipped"
+
+
+def test_every_section_of_the_gpu_check_is_documented(scripts: Any) -> None:
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in text for name in scripts("gpu_check").SECTIONS)
+    assert all(f"`{name}`" in text for name in scripts("peers").CONTENDERS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_gpu_check_runs_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    done = run_script("gpu_check.py", "--device", "cpu", "--small", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    sections = json.loads(out.read_text())["sections"]
+    needs_cuda = {"pinned", "sync", "compiled", "context", "sanitizer"}
+    for name, found in sections.items():
+        if name in needs_cuda:
+            assert "CUDA" in found["skipped"]
+        elif "skipped" not in found:
+            assert found["complete"]
+            assert all(check["ok"] for check in found["checks"])
+    assert {"bits", "equal", "unequal", "rates", "flat", "nccl"} <= {
+        name for name, found in sections.items() if found.get("checks")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_peers_script_runs_on_a_cpu(tmp_path: Path) -> None:
+    """The peers that are not installed here are left out and said so."""
+    options = ["--device", "cpu", "--small", "--out", str(tmp_path)]
+    contenders = "dlo,fsdp2_cpu_offload,accelerate_cpu_offload,mmgp"
+    done = run_script("peers.py", *options, "--contenders", contenders)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "peers.json").read_text())["contenders"]
+    assert list(found) == ["resident", *contenders.split(",")]
+    assert found["dlo"]["bit_identical"]
+    assert found["fsdp2_cpu_offload"]["bit_identical"]
+    assert "not installed" in found["mmgp"]["skipped"]
+    assert (tmp_path / "peers.md").read_text() in done.stdout
+
+
+@pytest.mark.parametrize("script", ["gpu_check.py", "peers.py"])
+def test_a_name_that_is_unknown_is_refused_with_the_known_ones(script: str) -> None:
+    option = "--sections" if script == "gpu_check.py" else "--contenders"
+    done = run_script(script, option, "nonsense")
+    assert done.returncode == 2
+    assert "unknown" in done.stderr
+    assert ("equal" if script == "gpu_check.py" else "diffusers_block") in done.stderr
