@@ -114,7 +114,7 @@ class Segment:
         """Map the memory and have this rank's part of its pages made.
 
         Args:
-            descriptor: Of the memory; closed (Python's mapping has one of its own).
+            descriptor: Of the memory; stays the caller's (Python's mapping has one of its own).
             nbytes: Its size.
             part: (i, n): this rank is the i-th of n that make the pages.
 
@@ -130,8 +130,6 @@ class Segment:
             pages = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
         except (OSError, ValueError) as error:
             raise _no_room(nbytes, error) from error
-        finally:
-            os.close(descriptor)
         with torch.inference_mode(False):
             self._tensor: torch.Tensor | None = view_of(pages)
 

@@ -337,7 +337,10 @@ class _Made:
             descriptor = self._maker.duplicate()
         else:
             descriptor = receive(addresses[mine.maker], wish.node)
-        self.segment = Segment(descriptor, wish.nbytes, (mine.local_rank, mine.local_size))
+        try:
+            self.segment = Segment(descriptor, wish.nbytes, (mine.local_rank, mine.local_size))
+        finally:
+            os.close(descriptor)
 
     def lock(self, turn: int, problem: BaseException | None) -> BaseException | None:
         """Page-lock the shared memory if it is this rank's turn; return what is wrong."""

@@ -343,8 +343,10 @@ def test_a_job_that_is_killed_at_any_moment_leaves_no_segment(
 def test_the_memory_is_handed_over_and_goes_with_its_last_mapping() -> None:
     before = set(os.listdir("/proc/self/fd"))
     maker = SegmentMaker(5000)
-    mine = Segment(maker.duplicate(), 5000, (0, 2))
-    other = Segment(receive(maker.address, "here"), 5000, (1, 2))
+    descriptors = maker.duplicate(), receive(maker.address, "here")
+    mine, other = (Segment(each, 5000, (part, 2)) for part, each in enumerate(descriptors))
+    for each in descriptors:
+        os.close(each)
     mine.tensor[:] = 7
     assert bool((other.tensor == 7).all())
     maker.close()

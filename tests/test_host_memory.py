@@ -1,0 +1,38 @@
+"""The script that measures host memory: one copy a node where it is promised, read once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "host_memory.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+def test_the_system_counts_one_copy_and_one_reading(tmp_path: Path) -> None:
+    """As in docs/host-memory.md, with half a gigabyte."""
+    if not SCRIPT.exists():
+        pytest.skip("the benchmarks are in the checkout only")
+    command = [sys.executable, str(SCRIPT), "--json", "--rows", "6592", "--folder", str(tmp_path)]
+    for case in ("rank-local, pageable", "rank-local, shared", "rank-local, mapped", "gather"):
+        command += ["--case", case]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=160, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    nbytes = told["checkpoint_nbytes"]
+    assert nbytes > 500e6
+    # What processes take besides weighs more on a small checkpoint.
+    slack = 40e6 / nbytes
+    rows = {row["case"]: row for row in told["rows"]}
+    assert 3.9 <= rows["rank-local, pageable"]["after"] <= 4.1 + slack
+    for case in ("rank-local, shared", "rank-local, mapped", "gather"):
+        assert rows[case]["after"] <= 1.0 + slack, rows[case]
+        assert rows[case]["peak"] <= 1.15 + slack, rows[case]
+        assert rows[case]["disk"] <= 1.02, rows[case]
+    assert rows["rank-local, mapped"]["after"] <= 0.21 + slack
+    assert not list(tmp_path.iterdir())
