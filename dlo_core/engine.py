@@ -14,12 +14,14 @@ from dlo_core.host import HostStore
 from dlo_core.layout import BlockLayout
 from dlo_core.loader import count_shard_nbytes, load_shards
 from dlo_core.progress import LoadProgress, reporting
+from dlo_core.readback import ReadBack
 from dlo_core.refresh import new_tensors, spec_of
 from dlo_core.remainder import Remainder
 from dlo_core.restore import give_back, give_back_meta, let_go, tensor_from
 from dlo_core.shard import trailers_nbytes
 from dlo_core.slots import Pool
 from dlo_core.source import ModuleTensor, StoredTensor
+from dlo_core.state import ModelState
 from dlo_core.streamer import Streamer
 from dlo_core.tape import FirstPass, Tape, agreed
 from dlo_core.transfer import (
@@ -83,6 +85,8 @@ class Engine:
         self.blocks = self._make_blocks(digest)
         self.transfer = self._make_transfer(config)
         self.streamers: list[Streamer] = []
+        self.states: list[ModelState] = []
+        self.edited = False
         self._hooks: list[Hooks] = []
 
     def _make_pool(self, config: OffloadConfig) -> Pool:
@@ -157,9 +161,39 @@ class Engine:
                 rank=agreement.rank,
             )
             self.streamers.append(streamer)
-            modules = [block.module for block in plan.blocks]
-            self._hooks.append(Hooks(plan.model, modules, streamer))
+            state = self._make_state(plan, streamer)
+            self.states.append(state)
+            self._hooks.append(
+                Hooks(
+                    plan.model,
+                    [block.module for block in plan.blocks],
+                    [
+                        e.module
+                        for owned in plan.inventory.streamed
+                        for t in owned
+                        for e in t.entries
+                    ],
+                    streamer=streamer,
+                    state=state,
+                )
+            )
             first += count
+
+    def _make_state(self, plan: ModelPlan, streamer: Streamer) -> ModelState:
+        readback = ReadBack(
+            streamer,
+            plan.layouts,
+            store=self.store,
+            transfer=self.transfer,
+            backend=self._backend,
+            pool=self.pool,
+        )
+        placeholders = {
+            (number, index): placeholder
+            for number, binding in enumerate(streamer.bindings, start=streamer.first_block)
+            for index, placeholder in enumerate(binding.placeholders)
+        }
+        return ModelState(plan.model, placeholders, readback)
 
     def commit(self, owner: object) -> None:
         """Put placeholders, device tensors and wrappers into the models; then the first fills."""
@@ -221,6 +255,8 @@ class Engine:
         try:
             if self.pool.busy:
                 raise UseError("busy: a block computes now; call disable() between passes")
+            if to != "meta":
+                self.streamers[0].check_whole()
             with torch.inference_mode(False), torch.no_grad():
                 self._restore(to)
         finally:
@@ -255,7 +291,7 @@ class Engine:
                 number: _tensors(layout, self.store.shard(number))
                 for number, layout in enumerate(self.layouts)
             }
-        if all(plan.checkpoint is not None for plan in self.plans):
+        if not self.edited and all(plan.checkpoint is not None for plan in self.plans):
             return self._fetch_stored()
         return self._fetch_gathered()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dlo_core.rawbytes import move_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -49,6 +51,21 @@ class HostStore:
         """Return the shard of block ``index`` as a ``uint8`` view of the slab."""
         start, stop = self._ranges[index]
         return self._buffer.tensor[start:stop]
+
+    @property
+    def why_read_only(self) -> str | None:
+        """Why the shards cannot be written after loading, and the remedy; None: they can."""
+        return None
+
+    def write(self, index: int, start: int, data: torch.Tensor) -> None:
+        """Overwrite bytes of the shard of block ``index``; nobody may be reading them.
+
+        Args:
+            index: The block.
+            start: First byte in the shard.
+            data: The new bytes, as a ``uint8`` host tensor.
+        """
+        move_bytes(self.shard(index)[start : start + data.numel()], data)
 
     def release(self) -> None:
         """Give the slab back. Idempotent."""

@@ -59,7 +59,7 @@ class Report:
 
 @contextmanager
 def reporting(
-    progress: bool | Callable[[LoadProgress], None], total_nbytes: int
+    progress: bool | Callable[[LoadProgress], None], total_nbytes: int, verb: str = "loading"
 ) -> Iterator[Report]:
     """Yield a report: to the caller's callback, to a bar on a terminal, or to nobody."""
     if callable(progress):
@@ -83,7 +83,7 @@ def reporting(
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("loading weights", total=total_nbytes)
+            task = bar.add_task(f"{verb} weights", total=total_nbytes)
             yield Report(total_nbytes, lambda now: bar.update(task, completed=now.done_nbytes))
     else:
         yield Report(total_nbytes, None)
