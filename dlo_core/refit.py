@@ -176,8 +176,9 @@ class Refit:
         if owner.open:
             owner.end_pass()
         self._streamer.tape.forget()
-        # A shard must not change under a copy, nor a resident tensor under a kernel.
-        self._streamer.settle()
+        # The device may be behind the host: a shard must not change under a copy that a forward
+        # still waits for, nor a resident tensor under a kernel.
+        self._streamer.stand_still()
 
     def _end(self, told: _Told, problem: BaseException | None, *, compare: bool) -> None:
         """Vote; what was begun is whole when every rank wrote the same, and torn otherwise."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -84,39 +85,63 @@ def save_state(
         return plan, {"to_rank": str(to_rank), **state.readback.facts()}
 
     plan = begin_together(agreement, "save()", check)
-    writer = _Writer(plan) if agreement.rank == to_rank else None
+    if agreement.rank != to_rank:
+        for work in (_nothing, state.serve, _nothing):
+            do_together(agreement, "save()", work)
+        return plan.result
+    writer = _Writer(plan)
+    steps = (writer.open, partial(_write, state, writer, plan, progress), writer.commit)
     try:
-        do_together(agreement, "save()", lambda: _write(state, writer, plan, progress))
-        do_together(agreement, "save()", lambda: None if writer is None else writer.commit())
+        for work in steps:
+            do_together(agreement, "save()", partial(_or_discard, writer, work))
     except BaseException:
-        if writer is not None:
-            writer.discard()
+        writer.discard()
         raise
     return plan.result
 
 
+def _nothing() -> None:
+    pass
+
+
+def _or_discard(writer: _Writer, work: Callable[[], None]) -> None:
+    """Clean up before the other ranks hear of an error, so that nobody sees what is left."""
+    try:
+        work()
+    except BaseException:
+        writer.discard()
+        raise
+
+
 def _write(
     state: ModelState,
-    writer: _Writer | None,
+    writer: _Writer,
     plan: SavePlan,
     progress: bool | Callable[[LoadProgress], None],
 ) -> None:
-    if writer is None:
-        state.serve()
-        return
-    # However this ends, the turn of the tape is made whole, so no other rank is stranded.
-    with closing(state.tensors()) as tensors, reporting(progress, plan.nbytes, "saving") as report:
-        try:
-            writer.open()
-            for name, tensor in tensors:
-                report.add(writer.write(name, tensor))
-            writer.finish()
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot save to {str(plan.folder)!r}: {error.strerror or error}; nothing was left "
-                "there: free some room, or save elsewhere"
-            ) from error
-        report.finish()
+    begun = False
+    try:
+        with reporting(progress, plan.nbytes, "saving") as report:
+            begun = True
+            # However it ends, a turn of the tape is made whole, which the other ranks wait for.
+            with closing(state.tensors()) as tensors:
+                for name, tensor in tensors:
+                    report.add(writer.write(name, tensor))
+            report.finish()
+        writer.finish()
+    except BaseException as error:
+        if not begun:
+            state.serve()
+        if isinstance(error, OSError):
+            raise _cannot(plan, error) from error
+        raise
+
+
+def _cannot(plan: SavePlan, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot save to {str(plan.folder)!r}: {error.strerror or error}; nothing was left there: "
+        "free some room, or save elsewhere"
+    )
 
 
 class _Writer:
@@ -138,13 +163,20 @@ class _Writer:
         self._folders: list[Path] = []
 
     def open(self) -> None:
-        """Make the folder and the files with their headers."""
+        """Make the folder and the files with their headers.
+
+        Raises:
+            CheckpointError: They cannot be made.
+        """
         folder = self._plan.folder
-        for new in reversed([f for f in (folder, *folder.parents) if not f.exists()]):
-            new.mkdir()
-            self._folders.append(new)
-        for file in self._plan.files:
-            self._make(self._hidden[file.path], file.header)
+        try:
+            for new in reversed([f for f in (folder, *folder.parents) if not f.exists()]):
+                new.mkdir()
+                self._folders.append(new)
+            for file in self._plan.files:
+                self._make(self._hidden[file.path], file.header)
+        except OSError as error:
+            raise _cannot(self._plan, error) from error
 
     def write(self, name: str, tensor: torch.Tensor) -> int:
         """Write one tensor and return its bytes."""
@@ -191,9 +223,7 @@ class _Writer:
             with _opened(self._plan.folder, os.O_RDONLY) as number:
                 os.fsync(number)
         except OSError as error:
-            raise CheckpointError(
-                f"cannot save to {str(self._plan.folder)!r}: {error.strerror or error}"
-            ) from error
+            raise _cannot(self._plan, error) from error
 
     def discard(self) -> None:
         """Remove all that was made."""

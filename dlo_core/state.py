@@ -99,11 +99,18 @@ class ModelState:
         for one in named:
             if one.place is not None:
                 streamed.setdefault(one.place[0], []).append((one.name, one.place[1]))
-        yield from _residents(named)
-        with closing(self.readback.blocks()) as blocks:
-            for number, values in blocks:
-                for name, index in streamed.get(number, ()):
-                    yield name, values[index]
+        begun = False
+        try:
+            yield from _residents(named)
+            begun = True
+            with closing(self.readback.blocks()) as blocks:
+                for number, values in blocks:
+                    for name, index in streamed.get(number, ()):
+                        yield name, values[index]
+        finally:
+            # Ended among the residents: the other ranks want their turn of the tape all the same.
+            if not begun:
+                self.serve()
 
     def serve(self) -> None:
         """Make the fills that another rank reads, and take nothing."""

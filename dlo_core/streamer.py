@@ -180,13 +180,13 @@ class Streamer:
         """
         self._guard(turn.close)
 
-    def settle(self) -> None:
+    def stand_still(self) -> None:
         """Block the host until nothing reads or writes weights any more; between passes.
 
         Raises:
             FillError: A transfer went wrong; the offload is closed.
         """
-        self._guard(self._transfer.settle_all)
+        self._guard(self._transfer.stand_still)
 
     def wait_for(self, slot: Slot, block: int) -> None:
         """Let the current stream wait until ``block`` is in ``slot``.

@@ -175,9 +175,8 @@ class Transfer(ABC):
         for stream in self._streams():
             stream.synchronize()
 
-    def settle_all(self) -> None:
+    def stand_still(self) -> None:
         """Block the host until every queued transfer is done, and all compute."""
-        self.settle()
         self._backend.synchronize()
 
     def _streams(self) -> tuple[Stream, ...]:

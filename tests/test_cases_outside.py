@@ -398,7 +398,8 @@ def test_a_state_dict_is_whole() -> None:
     def parts(root: Any) -> list[nn.Module]:
         pipeline = nn.ModuleDict({"text": nn.Linear(2, 2), "dit": root})
         leaf = attrgetter("blocks.3.linear")(root)
-        pipeline.text.load_state_dict({"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+        nn.init.ones_(attrgetter("text.weight")(pipeline))
+        nn.init.ones_(attrgetter("text.bias")(pipeline))
         return [root, pipeline, root.blocks, root.blocks[0], root.blocks[3], leaf, root.pre]
 
     def all_equal() -> None:
