@@ -14,12 +14,14 @@ from dlo_core.hooks import Hooks
 from dlo_core.layout import BlockLayout
 from dlo_core.loader import count_shard_nbytes, load_blocks, load_shards
 from dlo_core.progress import LoadProgress, reporting
+from dlo_core.readback import ReadBack
 from dlo_core.refresh import new_tensors, spec_of
 from dlo_core.remainder import Remainder, remainder_run
 from dlo_core.restore import give_back, give_back_meta, let_go, tensor_from
 from dlo_core.shard import trailers_nbytes
 from dlo_core.slots import Pool
 from dlo_core.source import ModuleTensor
+from dlo_core.state import ModelState
 from dlo_core.streamer import Streamer
 from dlo_core.tape import FirstPass, Tape, agreed
 from dlo_core.transfer import (
@@ -84,6 +86,8 @@ class Engine:
         self.blocks = self._make_blocks(digest)
         self.transfer = self._make_transfer(config)
         self.streamers: list[Streamer] = []
+        self.states: list[ModelState] = []
+        self.edited = False
         self._hooks: list[Hooks] = []
         self._waves = itertools.count(1)
 
@@ -181,9 +185,39 @@ class Engine:
                 rank=agreement.rank,
             )
             self.streamers.append(streamer)
-            modules = [block.module for block in plan.blocks]
-            self._hooks.append(Hooks(plan.model, modules, streamer))
+            state = self._make_state(plan, streamer)
+            self.states.append(state)
+            self._hooks.append(
+                Hooks(
+                    plan.model,
+                    [block.module for block in plan.blocks],
+                    [
+                        e.module
+                        for owned in plan.inventory.streamed
+                        for t in owned
+                        for e in t.entries
+                    ],
+                    streamer=streamer,
+                    state=state,
+                )
+            )
             first += count
+
+    def _make_state(self, plan: ModelPlan, streamer: Streamer) -> ModelState:
+        readback = ReadBack(
+            streamer,
+            plan.layouts,
+            store=self.store,
+            transfer=self.transfer,
+            backend=self._backend,
+            pool=self.pool,
+        )
+        placeholders = {
+            (number, index): placeholder
+            for number, binding in enumerate(streamer.bindings, start=streamer.first_block)
+            for index, placeholder in enumerate(binding.placeholders)
+        }
+        return ModelState(plan.model, placeholders, readback)
 
     def commit(self, owner: object) -> None:
         """Put placeholders, device tensors and wrappers into the models; then the first fills."""
@@ -255,6 +289,8 @@ class Engine:
         try:
             if self.pool.busy:
                 raise UseError("busy: a block computes now; call disable() between passes")
+            if to != "meta":
+                self.streamers[0].check_whole()
             with torch.inference_mode(False), torch.no_grad():
                 self._restore(to)
         finally:
@@ -289,7 +325,7 @@ class Engine:
                 number: _tensors(layout, self.store.whole(number))
                 for number, layout in enumerate(self.layouts)
             }
-        if all(plan.checkpoint is not None for plan in self.plans):
+        if not self.edited and all(plan.checkpoint is not None for plan in self.plans):
             return self._fetch_stored()
         return self._fetch_gathered()
 

@@ -18,8 +18,9 @@ from dlo_core.compiling import OUTSIDE
 from dlo_core.errors import UseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from dlo_core.state import ModelState
     from dlo_core.streamer import Streamer
 
 __all__ = ["Hooks", "offload_of"]
@@ -46,34 +47,67 @@ def offload_of(model: nn.Module) -> Any:
     return None if engine is None else engine.owner
 
 
+class _Attributes:
+    """Attributes of one module that are put over its class's, and what hung there before."""
+
+    def __init__(self, module: nn.Module, keys: Iterable[str]) -> None:
+        self.module = module
+        self._keys = tuple(keys)
+        self._before = {key: vars(module)[key] for key in self._keys if key in vars(module)}
+
+    def put(self, **values: Any) -> None:
+        vars(self.module).update(values)
+
+    def take_away(self) -> None:
+        attributes = vars(self.module)
+        for key in self._keys:
+            attributes.pop(key, None)
+        attributes.update(self._before)
+
+    def own(self, key: str) -> Callable[..., Any]:
+        """Return the module's own method, as it was before."""
+        method: Callable[..., Any] = self._before.get(key) or getattr(self.module, key)
+        return method
+
+
 class _Wrapped:
     """One module whose call goes through dlo."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, state: ModelState) -> None:
         self.module = module
         self.was_compiled = module._compiled_call_impl is not None
         self.inner: Callable[..., Any] = module._compiled_call_impl or module._call_impl
-        self._handles: list[Any] = []
-        self._before = {key: vars(module)[key] for key in self._keys if key in vars(module)}
+        self._attributes = _Attributes(
+            module,
+            ("_compiled_call_impl", "compile", "_apply", "__call__")
+            + ("state_dict", "load_state_dict"),
+        )
+        self._state = state
+        self._save = self._attributes.own("state_dict")
+        self._handle: Any = None
 
-    _keys = ("_compiled_call_impl", "compile", "_apply", "__call__")
-
-    def attach(self, call: Callable[..., Any]) -> None:
-        attributes = vars(self.module)
-        attributes["_compiled_call_impl"] = call
-        attributes["compile"] = self.compile
-        attributes["_apply"] = self.refuse_apply
-        # See [Note: outside of the graph] in compiling.py.
-        attributes["__call__"] = _asking(self.module)
-        self._handles = [
-            self.module.register_load_state_dict_pre_hook(_refuse_load),
-            self.module.register_state_dict_pre_hook(_refuse_state_dict),
-        ]
+    def attach(self, call: Callable[..., Any], load: Callable[..., Any]) -> None:
+        self._attributes.put(
+            _compiled_call_impl=call,
+            compile=self.compile,
+            _apply=self.refuse_apply,
+            state_dict=self.state_dict,
+            load_state_dict=load,
+            # See [Note: outside of the graph] in compiling.py.
+            __call__=_asking(self.module),
+        )
+        self._handle = self.module.register_load_state_dict_pre_hook(_refuse_load)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the module's own call, inside of the wrapper."""
         self.was_compiled = True
         self.inner = torch.compile(self.module._call_impl, *args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._state.show(self.module, self._save, args, kwargs)
+
+    def refuse_load(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_load(self.module)
 
     def refuse_apply(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UseError(
@@ -85,35 +119,70 @@ class _Wrapped:
         )
 
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        attributes = vars(self.module)
-        for key in self._keys:
-            attributes.pop(key, None)
-        attributes.update(self._before)
+        self._handle.remove()
+        self._attributes.take_away()
         if self.was_compiled:
-            attributes["_compiled_call_impl"] = self.inner
+            vars(self.module)["_compiled_call_impl"] = self.inner
+
+
+class _Saved:
+    """One module that owns streamed tensors, whose share of a state dict comes from dlo."""
+
+    def __init__(self, module: nn.Module, state: ModelState) -> None:
+        self._attributes = _Attributes(module, ("_save_to_state_dict",))
+        self._inner = self._attributes.own("_save_to_state_dict")
+        self._state = state
+
+    def attach(self) -> None:
+        self._attributes.put(_save_to_state_dict=self.save)
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        self._state.save_module(self._attributes.module, self._inner, args, kwargs)
+
+    def detach(self) -> None:
+        self._attributes.take_away()
 
 
 class Hooks:
     """All wrappers of one model."""
 
-    def __init__(self, model: nn.Module, blocks: list[nn.Module], streamer: Streamer) -> None:
-        """Prepare the wrappers; nothing is touched."""
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Iterable[nn.Module],
+        owners: Iterable[nn.Module],
+        *,
+        streamer: Streamer,
+        state: ModelState,
+    ) -> None:
+        """Prepare the wrappers; nothing is touched.
+
+        Args:
+            model: The model.
+            blocks: Its blocks.
+            owners: The modules in whose tables streamed tensors hang.
+            streamer: Runs the calls.
+            state: Answers ``state_dict()``.
+        """
         self._model = model
-        self._root = _Wrapped(model)
-        self._blocks = [_Wrapped(block) for block in blocks]
+        self._root = _Wrapped(model, state)
+        self._blocks = [_Wrapped(block, state) for block in blocks]
+        self._saved = [_Saved(module, state) for module in dict.fromkeys(owners)]
         self._streamer = streamer
 
     def attach(self, owner: Any) -> None:
         """Wrap the model and its blocks; ``owner`` lives as long as the model."""
         vars(self._model)[_ENGINE] = _Engine(owner)
-        self._root.attach(_root_call(self._root, self._streamer))
+        for saved in self._saved:
+            saved.attach()
+        self._root.attach(_root_call(self._root, self._streamer), _load(owner, self._model))
         for number, block in enumerate(self._blocks):
-            block.attach(_block_call(block, self._streamer, number))
+            block.attach(_block_call(block, self._streamer, number), block.refuse_load)
 
     def detach(self) -> None:
         """Undo ``attach``."""
+        for saved in self._saved:
+            saved.detach()
         for wrapped in (*self._blocks, self._root):
             wrapped.detach()
         vars(self._model).pop(_ENGINE, None)
@@ -124,6 +193,13 @@ def _asking(module: nn.Module) -> Callable[..., Any]:
         return type(module).__call__(module, *args, **kwargs)
 
     return call
+
+
+def _load(owner: Any, model: nn.Module) -> Callable[..., Any]:
+    def load_state_dict(state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return owner.load_state_dict(state_dict, model=model, strict=strict, assign=assign)
+
+    return load_state_dict
 
 
 def _root_call(wrapped: _Wrapped, streamer: Streamer) -> Callable[..., Any]:
@@ -146,15 +222,7 @@ def _block_call(wrapped: _Wrapped, streamer: Streamer, block: int) -> Callable[.
 
 def _refuse_load(module: nn.Module, *args: Any) -> NoReturn:
     raise UseError(
-        f"load_state_dict() on an offloaded {type(module).__name__} would lose the values of its "
-        "streamed "
-        "blocks; disable(), load, and offload again"
-    )
-
-
-def _refuse_state_dict(module: nn.Module, *args: Any) -> NoReturn:
-    raise UseError(
-        f"state_dict() of an offloaded {type(module).__name__} is not whole: the streamed blocks "
-        "wait in host "
-        "memory; disable() first, or read the checkpoint"
+        f"load_state_dict() on a part or a parent of an offloaded model ({type(module).__name__}): "
+        "it would lose the values of streamed blocks; call load_state_dict() of the offloaded "
+        "model itself or LayerwiseOffload.update_weights(), or disable(), load, and offload again"
     )

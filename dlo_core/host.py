@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = ["HostBytes", "HostStore", "PrivateStore", "SharedStore", "register_ranges"]
 
+_PAGES = (
+    "the mapped tier keeps no copy of the weights: they are the checkpoint's pages, "
+    "which cannot be changed; use host='pinned', 'shared' or 'pageable'"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class HostBytes:
@@ -124,12 +129,31 @@ class HostStore(ABC):
             move_bytes(run[at : at + part.nbytes], part)
         return run
 
+    @property
+    def why_read_only(self) -> str | None:
+        """Why the shards cannot be written after loading, and the remedy; None: they can."""
+        return None if self.reads else _PAGES
+
+    def write(self, index: int, start: int, data: torch.Tensor) -> None:
+        """Overwrite bytes of the shard of block ``index``; nobody may be reading them.
+
+        Args:
+            index: The block.
+            start: First byte in the shard.
+            data: The new bytes, as a ``uint8`` host tensor.
+
+        Raises:
+            UseError: It lies in the checkpoint's pages.
+        """
+        stop = start + data.numel()
+        for at, part in self._own_parts(index):
+            low, high = max(start, at), min(stop, at + part.nbytes)
+            if low < high:
+                move_bytes(part[low - at : high - at], data[low - start : high - start])
+
     def _own_parts(self, index: int) -> tuple[Part, ...]:
         if not self.reads:
-            raise UseError(
-                "the mapped tier keeps no copy of the weights: they are the checkpoint's pages, "
-                "which cannot be changed; use host='pinned', 'shared' or 'pageable'"
-            )
+            raise UseError(_PAGES)
         return self.parts(index)
 
     def feed(self) -> Feed:
@@ -274,6 +298,11 @@ class SharedStore(HostStore):
         if self._registered:
             # Memory that is forgotten must not stay locked, nor be unmapped while it is.
             weakref.finalize(self, _unlock, self._registered)
+
+    def write(self, index: int, start: int, data: torch.Tensor) -> None:
+        """Overwrite, on one rank of the node; all of them must call this with the same bytes."""
+        if self.part[0] == 0:
+            super().write(index, start, data)
 
     def release(self) -> None:
         """Unlock the memory and let it go."""

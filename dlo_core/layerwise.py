@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import TYPE_CHECKING
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dlo_core.agreement import LoneAgreement
 from dlo_core.errors import ConfigError, DloError, DloWarning, RestoreError, UseError
+from dlo_core.refit import Refit, load_state
 from dlo_core.registry import resolve
+from dlo_core.save import save_state
 from dlo_core.shard_group import ShardGroup
 from dlo_core.startup import Request, Startup
 from dlo_core.tiers import check_tier
+from dlo_core.together import begin_together, do_together
 from dlo_core.trace import collect_stats
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
+    from pathlib import Path
     from types import TracebackType
 
     from dlo_core.agreement import Agreement
@@ -26,6 +34,7 @@ if TYPE_CHECKING:
     from dlo_core.engine import Engine
     from dlo_core.interface import Backend
     from dlo_core.plan import Footprint
+    from dlo_core.refit import NamedTensors
     from dlo_core.shard_group import Group
     from dlo_core.slicing import TpPlan
     from dlo_core.startup import (
@@ -36,6 +45,7 @@ if TYPE_CHECKING:
         Progress,
         TransformsEach,
     )
+    from dlo_core.state import ModelState
     from dlo_core.stats import Stats
     from dlo_core.topology import Topology
 
@@ -297,6 +307,161 @@ class LayerwiseOffload:
         """
         self._running().refresh()
 
+    def state_dict(
+        self, model: nn.Module | None = None, *, to_rank: int | None = None
+    ) -> dict[str, Any] | None:
+        """Return the whole ``state_dict()`` of an offloaded model, read block by block.
+
+        Copies on the host, as ``model.state_dict()`` orders and names them. In gather mode all
+        ranks must call it alike, between passes; each that receives holds one copy of the model,
+        the others nothing. In rank-local mode it is local.
+
+        Args:
+            model: Which model, where several are enabled; None: the only one.
+            to_rank: The rank that receives; the others return None. None: every rank.
+
+        Raises:
+            UseError: Nothing is enabled, a block computes now, or an update failed half-way.
+            ConfigError: An argument cannot be honoured.
+            FillError: A block could not be gathered; the offload is closed.
+            AgreementError: The ranks did not call it alike.
+        """
+        state, agreement, receive = self._reading(model, to_rank, "state_dict()")
+        return do_together(agreement, "state_dict()", state.collect if receive else state.serve)
+
+    def named_tensors(
+        self, model: nn.Module | None = None, *, to_rank: int | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names and values of an offloaded model, a block in memory at a time.
+
+        First what stays on the device, then the blocks in the order in which they run; copies on
+        the host; tied names give the same tensor. In gather mode all ranks must iterate alike,
+        between passes. Until the end, or until the iterator is closed, the model is busy; one that
+        is closed early still serves the other ranks.
+
+        Args:
+            model: Which model, where several are enabled; None: the only one.
+            to_rank: The rank that receives; on the others the iterator yields nothing, but must
+                be iterated. None: every rank.
+
+        Raises:
+            DloError: As ``state_dict()``, when the iteration begins or goes on.
+        """
+        state, _, receive = self._reading(model, to_rank, "named_tensors()")
+        if receive:
+            with closing(state.tensors()) as tensors:
+                yield from tensors
+        else:
+            state.serve()
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: nn.Module | None = None,
+        to_rank: int = 0,
+        max_shard_bytes: int | None = None,
+        progress: Progress = False,
+    ) -> Path:
+        """Save an offloaded model's weights as safetensors, a block in memory at a time.
+
+        With a ``group`` all of its ranks must call it alike, between passes, in both modes; one
+        writes. Nothing that exists is overwritten; whatever goes wrong on any rank, every rank
+        raises and nothing is left on the disk.
+
+        Args:
+            path: A folder, which gets the file names that diffusers or transformers look for, or
+                the name of a ``.safetensors`` file.
+            model: Which model, where several are enabled; None: the only one.
+            to_rank: The rank that writes.
+            max_shard_bytes: Most bytes of tensors in one file, a single larger tensor excepted;
+                several files get an index. None: one file.
+            progress: As for ``enable``, on the rank that writes.
+
+        Returns:
+            The path of the file, or of the index: what ``checkpoint=`` takes.
+
+        Raises:
+            ConfigError: An argument cannot be honoured, or there is a checkpoint already.
+            CheckpointError: The disk is full or cannot be written.
+            DloError: As ``state_dict()``.
+        """
+        agreement = self._living_agreement()
+        engine, number = self._chosen(model, to_rank, agreement, "save()")
+        return save_state(
+            engine.states[number],
+            path,
+            agreement=agreement,
+            to_rank=to_rank,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+        )
+
+    def update_weights(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        model: nn.Module | None = None,
+        strict: bool = True,
+    ) -> tuple[str, ...]:
+        """Give tensors new values in place: refit, or a merged adapter.
+
+        In gather mode all ranks must call it alike, between passes, with the same full tensors;
+        each keeps its part. In rank-local mode it is local. A mapping or a list is checked and
+        compared before anything is changed. An iterator is never held whole, and is checked as it
+        comes: when it fails half-way, every later use of the model raises until an update that
+        covers what was written. Afterwards ``disable()`` gives the new values back, so in gather
+        mode it needs all ranks even if a checkpoint was given.
+
+        Args:
+            named_tensors: Names as in ``state_dict()``, with full tensors of the same shape and
+                dtype, on any device. ``named_tensors()`` of this offload may be read meanwhile.
+            model: Which model, where several are enabled; None: the only one.
+            strict: Whether a name that the model has not is an error.
+
+        Returns:
+            The names that were skipped; none when ``strict``.
+
+        Raises:
+            ConfigError: A name, shape or dtype does not fit.
+            UseError: Nothing is enabled, a block computes now, or the host memory of the weights
+                cannot be written.
+            AgreementError: The ranks were given different values or did not call it alike.
+        """
+        agreement = self._sharing_agreement()
+        engine, number = self._chosen(model, None, agreement, "update_weights()")
+        refit = Refit(engine, number, agreement, strict=strict)
+        return refit.run(named_tensors)
+
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        model: nn.Module | None = None,
+        strict: bool = True,
+        assign: bool = False,
+    ) -> Any:
+        """Load a whole state dict; what ``load_state_dict()`` of an offloaded model does.
+
+        As ``update_weights()``: on all ranks in gather mode, and with no cast. All is checked
+        before anything is changed.
+
+        Args:
+            state_dict: Names and values.
+            model: Which model, where several are enabled; None: the only one.
+            strict: Whether a missing or unknown name is an error.
+            assign: Must be False: the weights keep their places.
+
+        Returns:
+            The missing and the unexpected keys, as torch returns them.
+
+        Raises:
+            DloError: As ``update_weights()``.
+        """
+        agreement = self._sharing_agreement()
+        engine, number = self._chosen(model, None, agreement, "load_state_dict()")
+        return load_state(engine, number, agreement, state_dict, strict=strict, assign=assign)
+
     def run_pass(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
         """Return a context that is one pass, for engines that call blocks and not the root.
 
@@ -310,13 +475,7 @@ class LayerwiseOffload:
             UseError: Nothing is enabled.
             ConfigError: The model is not one of the enabled ones, or must be named.
         """
-        engine = self._running()
-        if model is None and len(self._models) > 1:
-            raise ConfigError("run_pass() must be told which of the enabled models it is for")
-        for streamer, mine in zip(engine.streamers, self._models, strict=True):
-            if model is None or mine is model:
-                return streamer.run_pass()
-        raise ConfigError(f"this {type(model).__name__} is not one of the enabled models")
+        return self._running().streamers[self._number_of(model)].run_pass()
 
     def stats(self) -> Stats:
         """Return what is held, moved and waited for; reads the last pass's timing events.
@@ -383,6 +542,56 @@ class LayerwiseOffload:
             "mapped": host.mapped,
         }
         return ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in kinds.items() if nbytes)
+
+    def _number_of(self, model: nn.Module | None) -> int:
+        if model is None and len(self._models) > 1:
+            raise ConfigError(
+                "several models are enabled: say which one this call is for with model="
+            )
+        for number, mine in enumerate(self._models):
+            if model is None or mine is model:
+                return number
+        raise ConfigError(f"this {type(model).__name__} is not one of the enabled models")
+
+    def _chosen(
+        self, model: nn.Module | None, to_rank: int | None, agreement: Agreement, what: str
+    ) -> tuple[Engine, int]:
+        """Return the engine and the model's number, when the arguments are right on all ranks."""
+        engine = self._running()
+
+        def check() -> int:
+            _check_rank(to_rank, self._size)
+            return self._number_of(model)
+
+        return engine, do_together(agreement, what, check)
+
+    def _living_agreement(self) -> Agreement:
+        if self._agreement is None:
+            self._running()
+        assert self._agreement is not None
+        return self._agreement
+
+    def _sharing_agreement(self) -> Agreement:
+        """Return those whose weights must stay alike: who gathers or shares, or this rank alone."""
+        shares = self._engine is not None and "shared" in self._engine.store.tiers
+        return self._living_agreement() if self._gathers or shares else LoneAgreement()
+
+    def _reading(
+        self, model: nn.Module | None, to_rank: int | None, what: str
+    ) -> tuple[ModelState, Agreement, bool]:
+        """Agree on reading the values; the last: whether this rank receives them."""
+        engine = self._running()
+        agreement = self._sharing_agreement()
+
+        def check() -> tuple[ModelState, Mapping[str, str]]:
+            _check_rank(to_rank, self._size)
+            number = self._number_of(model)
+            state = engine.states[number]
+            with state.readback.entered():
+                facts = {"call": what, "model": str(number), "to_rank": str(to_rank)}
+                return state, facts | state.readback.facts()
+
+        return begin_together(agreement, what, check), agreement, to_rank in (None, self._rank)
 
     def _where(self) -> str:
         return f" on rank {self.rank} of {self.size}" if self.size > 1 else ""
@@ -454,6 +663,12 @@ class LayerwiseOffload:
             "; no checkpoint to restore from: disable() needs all ranks" if needs_all else "",
             extra=self._extra,
         )
+
+
+def _check_rank(to_rank: object, size: int) -> None:
+    whole = isinstance(to_rank, int) and not isinstance(to_rank, bool)
+    if to_rank is not None and not (whole and 0 <= to_rank < size):  # type: ignore[operator]
+        raise ConfigError(f"to_rank must be a rank of the group, 0 to {size - 1}; got {to_rank!r}")
 
 
 def _world_size() -> int:

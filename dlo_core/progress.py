@@ -72,7 +72,9 @@ class Report:
 
 @contextmanager
 def reporting(
-    progress: bool | Callable[[LoadProgress], None], total_nbytes: int = 0
+    progress: bool | Callable[[LoadProgress], None],
+    total_nbytes: int = 0,
+    verb: str = "loading",
 ) -> Iterator[Report]:
     """Yield a report: to the caller's callback, to a bar on a terminal, or to nobody."""
     if callable(progress):
@@ -95,7 +97,7 @@ def reporting(
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("loading weights", total=total_nbytes, rate="")
+            task = bar.add_task(f"{verb} weights", total=total_nbytes, rate="")
             yield Report(total_nbytes, _to_bar(bar, task))
     else:
         yield Report(total_nbytes, None)

@@ -75,12 +75,14 @@ class Pool:
         owner: The tape whose fills they hold now.
         lock: Held by the thread that is inside a pass.
         failure: What closed the pool for good, if anything did.
+        torn: Names of the tensors that an update which failed had begun to write, by their keys.
     """
 
     slots: tuple[Slot, ...]
     stages: tuple[Stage, ...] = ()
     owner: Any = None
     failure: BaseException | None = None
+    torn: dict[Any, str] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod

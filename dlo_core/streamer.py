@@ -12,7 +12,7 @@ from dlo_core.errors import DloError, FillError, FillTimeout, UseError
 from dlo_core.feed import FeedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
     from dlo_core.binding import BlockBinding
     from dlo_core.interface import Event
@@ -131,11 +131,29 @@ class Streamer:
             binding.close(reason)
 
     def check_usable(self) -> None:
-        """Raise when the offload has failed or was shut down.
+        """Raise when the offload has failed, was shut down, or its weights are half updated.
 
         Raises:
             UseError: It has.
         """
+        self._check_alive()
+        self.check_whole()
+
+    def check_whole(self) -> None:
+        """Raise when the weights are half updated.
+
+        Raises:
+            UseError: They are.
+        """
+        torn = self._pool.torn
+        if torn:
+            raise UseError(
+                f"update_weights() failed half-way, so {len(torn)} tensors may be old or new, "
+                f"{next(iter(torn.values()))!r} among them; call update_weights() again with all "
+                "that it was given, or shutdown() and offload again"
+            )
+
+    def _check_alive(self) -> None:
         if self._closed is not None:
             raise UseError(f"the model cannot be used: {self._closed}")
         if self._pool.failure is not None:
@@ -145,18 +163,43 @@ class Streamer:
                 "offload again"
             ) from self._pool.failure
 
-    def enter(self) -> None:
-        """Take the pool for this thread.
+    def enter(self, *, repair: bool = False) -> None:
+        """Take the pool for this thread; to ``repair`` weights that are half updated, too.
 
         Raises:
             UseError: Another thread is inside, or the offload is closed.
         """
-        self._enter()
+        self._enter(self._check_alive if repair else self.check_usable)
 
     @aside
     def leave(self) -> None:
         """Give the pool back."""
         self._pool.lock.release()
+
+    def step(self, turn: Generator[tuple[int, Slot], None, None]) -> tuple[int, Slot] | None:
+        """Return the next block and slot of a turn of the tape, or None at its end.
+
+        Raises:
+            FillError: A fill could not be queued; the offload is closed.
+        """
+        found: tuple[int, Slot] | None = self._guard(next, turn, None)
+        return found
+
+    def end(self, turn: Generator[tuple[int, Slot], None, None]) -> None:
+        """End a turn of the tape early: the fills that are left are made.
+
+        Raises:
+            FillError: A fill could not be queued; the offload is closed.
+        """
+        self._guard(turn.close)
+
+    def stand_still(self) -> None:
+        """Block the host until nothing reads or writes weights any more; between passes.
+
+        Raises:
+            FillError: A transfer went wrong; the offload is closed.
+        """
+        self._guard(self._transfer.stand_still)
 
     def wait_for(self, slot: Slot, block: int) -> None:
         """Let the current stream wait until ``block`` is in ``slot``.
@@ -178,7 +221,7 @@ class Streamer:
             self._fail(mixed, block, slot.fill)
 
     @aside
-    def _enter(self) -> None:
+    def _enter(self, check: Callable[[], None] | None = None) -> None:
         if not self._pool.lock.acquire(blocking=False):
             raise UseError(
                 "busy: another thread is inside the model (or one that shares its slots); an "
@@ -186,7 +229,7 @@ class Streamer:
                 "model runs one forward at a time: use a lock or one offload a thread"
             )
         try:
-            self.check_usable()
+            (check or self.check_usable)()
         except BaseException:
             self._pool.lock.release()
             raise

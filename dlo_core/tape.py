@@ -23,13 +23,14 @@ two models on one to three ranks (``tests/test_tape_random.py``); change them on
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from dlo_core.errors import UseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from dlo_core.slots import Pool, Slot
 
@@ -295,19 +296,36 @@ class Tape:
             self._take_over()
         self._issue_to(self.base + self.depth - 1)
 
-    def walk(self, visit: Callable[[int, Slot], None]) -> None:
-        """Give every fill of one whole turn to ``visit(block, slot)``; all ranks alike."""
+    def turn(self) -> Generator[tuple[int, Slot], None, None]:
+        """Yield the block and the slot of every fill of one whole turn; all ranks alike.
+
+        The slot is bound until the next one is asked for. However the iteration ends, the fills of
+        the turn are made, so that it strands no other rank.
+        """
         self.begin_pass()
         try:
             for fill in range(self.base, self.base + self.n):
                 slot = self.before(self.block(fill))
                 try:
-                    visit(self.block(fill), slot)
+                    yield self.block(fill), slot
                 finally:
                     self.after(slot)
         finally:
             self._calls = None
-            self.end_pass()
+            # Not after a failure, nor after the slots were let go.
+            if self._pool.failure is None and self._pool.owner is self:
+                self.end_pass()
+
+    def walk(self, visit: Callable[[int, Slot], None]) -> None:
+        """Give every fill of one whole turn to ``visit(block, slot)``; all ranks alike."""
+        with closing(self.turn()) as turn:
+            for block, slot in turn:
+                visit(block, slot)
+
+    def forget(self) -> None:
+        """Forget what the slots hold: the weights change. Between passes, and all ranks alike."""
+        if self._pool.owner is self:
+            self._take_over()
 
     def _issue_to(self, end: int) -> None:
         try:

@@ -199,6 +199,10 @@ class Transfer(ABC):
         for stream in self._streams():
             stream.synchronize()
 
+    def stand_still(self) -> None:
+        """Block the host until every queued transfer is done, and all compute."""
+        self._backend.synchronize()
+
     def _streams(self) -> tuple[Stream, ...]:
         return (self._copy_stream,)
 
