@@ -79,8 +79,10 @@ class _Wrapped:
         self.inner: Callable[..., Any] = module._compiled_call_impl or module._call_impl
         self._attributes = _Attributes(
             module,
-            ("_compiled_call_impl", "compile", "_apply", "__call__")
-            + ("state_dict", "load_state_dict"),
+            (
+                *("_compiled_call_impl", "compile", "_apply", "__call__"),
+                *("state_dict", "load_state_dict"),
+            ),
         )
         self._state = state
         self._save = self._attributes.own("state_dict")
