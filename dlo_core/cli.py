@@ -144,6 +144,7 @@ def demo(
             help="Run gather mode and then rank-local mode, or rank-local mode only.",
         ),
     ] = True,
+    *,
     device: Annotated[
         str, typer.Option(help="Where blocks compute: cpu, cuda, npu; each rank takes one.")
     ] = "cpu",
@@ -153,7 +154,7 @@ def demo(
     """Draw digits with a trained diffusion transformer, streamed, and prove that no bit changed."""
     from dlo_core.demo.run import demo as run_demo
 
-    raise typer.Exit(run_demo(ranks, depth, use_allgather, out, json, device))
+    raise typer.Exit(run_demo(ranks, depth, use_allgather, out, json, device=device))
 
 
 def main() -> None:

@@ -65,7 +65,10 @@ def bits_of_rank(rank: int, path: str) -> list[str]:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_an_offloaded_model_computes_the_resident_bits(
-    on_npus: Callable[..., list[Any]], usable_backend: Callable[[str], Backend], size: int, path: str
+    on_npus: Callable[..., list[Any]],
+    usable_backend: Callable[[str], Backend],
+    size: int,
+    path: str,
 ) -> None:
     if size > 1:
         usable_backend(f"npu:{size - 1}")

@@ -80,6 +80,8 @@ def test_the_detector_is_silent_about_the_engine_and_finds_each_missing_wait(way
     numbers = sites_of(way)
     assert numbers
     found, said = detect(way, numbers)
-    missed = [str(site) for site in sites() if site.number in found and "race" not in found[site.number]]
+    missed = [
+        str(site) for site in sites() if site.number in found and "race" not in found[site.number]
+    ]
     assert found.keys() == set(numbers), said[-4000:]
     assert missed == []

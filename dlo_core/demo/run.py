@@ -34,7 +34,7 @@ MISUSED = 2
 
 
 def demo(
-    ranks: int, depth: int, use_allgather: bool, out: Path, json: bool, device: str = "cpu"
+    ranks: int, depth: int, use_allgather: bool, out: Path, json: bool, *, device: str = "cpu"
 ) -> int:
     """Run the demo and return the exit code.
 

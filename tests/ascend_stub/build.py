@@ -36,10 +36,7 @@ def commands(folder: Path, torch_folder: Path) -> list[list[str]]:
     torch_flags = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
     return [
         library("ascendcl", "-std=c++17", *sources(*RUNTIME), "-lpthread"),
-        *(
-            library(name, "-x", "c++", os.devnull, "-Wl,--no-as-needed", *against)
-            for name in EMPTY
-        ),
+        *(library(name, "-x", "c++", os.devnull, "-Wl,--no-as-needed", *against) for name in EMPTY),
         library("hccl", "-std=c++17", *sources("hccl.cpp"), *against, "-lpthread", "-lrt"),
         library(
             "opapi",
