@@ -116,7 +116,7 @@ def offload_without_memory(rank: int) -> tuple[str, list[str]]:
     backend = npu(0)
     model = build(4)
     text = ""
-    torch.npu.empty_cache()
+    torch.accelerator.empty_cache()
     with ascend_stub.failing("Malloc", code=OUT_OF_MEMORY, count=100):
         try:
             dlo.offload(model, device=backend)
@@ -216,7 +216,7 @@ def offload_private_format(rank: int) -> str:
     """Offload a model that has one weight in the format FRACTAL_NZ."""
     import torch_npu
 
-    torch.npu.config.allow_internal_format = True
+    torch_npu.npu.config.allow_internal_format = True
     model = build(3, "bf16")
     private = torch_npu.empty_with_format(
         (64, 64), dtype=torch.float16, device="npu", acl_format=29
