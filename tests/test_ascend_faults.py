@@ -204,7 +204,8 @@ def test_a_gather_that_hccl_refuses_is_an_error_here_and_a_timeout_there(tmp_pat
             limit_s=50.0,
         )
     refused, waiting = ((tmp_path / str(rank)).read_text(encoding="utf-8") for rank in (1, 0))
-    assert refused.startswith("FillError: rank 1: block 'blocks.")
+    # By the call that queued it, or, from torch_npu's own queue, by whoever waits next.
+    assert refused.partition(":")[0] in ("FillError", "RuntimeError"), refused
     # Either it was told, or torch_npu's watchdog took the whole process down, as it says.
     assert "Error" in waiting or "exit code -6" in caught.value.errors[0]
 

@@ -1,4 +1,4 @@
-"""Verify the Ascend backend on this machine's NPUs and write ascend-report.txt; see docs/ascend.md."""
+"""Verify the Ascend backend on this machine's NPUs; writes ascend-report.txt (docs/ascend.md)."""
 
 from __future__ import annotations
 
