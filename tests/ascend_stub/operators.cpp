@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <vector>
 
@@ -237,3 +238,15 @@ OP(LayerNorm, (T a, Ints * shape, T w, T b, double eps, T out, T mean, T rstd), 
    auto result = at::native_layer_norm(x, n, gw, gb, eps); o.copy_(std::get<0>(result));
    if (m.defined()) m.copy_(std::get<1>(result).view(m.sizes()));
    if (r.defined()) r.copy_(std::get<2>(result).view(r.sizes())))
+
+// Attention, as scaled_dot_product_attention asks for it: heads before tokens, no mask.
+OP(FlashAttentionScore,
+   (T q, T k, T v, T shift, T drop, T padding, T mask, Ints * prefix, double scale, double keep,
+    int64_t before, int64_t after, int64_t heads, char* layout, int64_t precise, int64_t sparse,
+    T max_out, T sum_out, T softmax_out, T out),
+   bool prefixed = prefix && !prefix->empty();
+   if (std::strcmp(layout, "BNSD") || shift || drop || padding || mask || prefixed || sparse) {
+     std::fprintf(stderr, "the CANN stand-in has plain BNSD attention only (operators.cpp)\n");
+     std::abort();
+   } at::Tensor x = *q; at::Tensor y = *k; at::Tensor z = *v; at::Tensor o = *out,
+   o.copy_(at::scaled_dot_product_attention(x, y, z, {}, 0.0, false, scale)))
