@@ -329,7 +329,7 @@ def test_an_update_ends_the_pass_of_an_engine_that_calls_blocks() -> None:
 def test_of_several_models_one_is_updated() -> None:
     def job(rank: int) -> bool:
         first, second = make_toy(3), make_toy(2, seed=5)
-        old, old_second, new = twin(first), twin(second), change(twin(second))
+        old, new = twin(first), change(twin(second))
         offloaded = dlo.offload([first, second], device=PoisonBackend(0), group=world())
         second(inputs(rank))
         first(inputs(rank))
