@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dlo_core.attributes import find_attributes
 from dlo_core.binding import BlockBinding
 from dlo_core.errors import UseError
 from dlo_core.hooks import Hooks
@@ -79,7 +80,10 @@ class Engine:
             load_shards(plans, self.store, rank=collective.rank, digest=digest, report=report)
         self.pool = self._make_pool(config)
         self.remainders = [
-            [Remainder(backend, plan.inventory.remainder, plan.remainder, plan.sources)]
+            [
+                Remainder(backend, plan.inventory.remainder, plan.remainder, plan.sources),
+                Remainder(backend, plan.attributes, plan.attribute_layout, plan.sources),
+            ]
             for plan in plans
         ]
         self.blocks = self._make_blocks(digest)
@@ -204,7 +208,7 @@ class Engine:
                 for owned in plan.inventory.streamed:
                     for item in owned:
                         let_go(item)
-        for (remainder,) in self.remainders:
+        for remainder in (part for parts in self.remainders for part in parts):
             remainder.attach()
         for hooks in self._hooks:
             hooks.attach(owner)
@@ -230,7 +234,9 @@ class Engine:
                         "refresh() was called while a block computes; call it between passes"
                     )
                 known = {place for part in parts for place in part.places()}
-                fresh = new_tensors(plan.model, known, self._backend.device)
+                device = self._backend.device
+                fresh = new_tensors(plan.model, known, device)
+                fresh += find_attributes(plan.model, fresh, device.type)[0]
                 layout = BlockLayout.pack(
                     "", map(spec_of, fresh), self._backend.capabilities.alignment
                 )

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from dlo_core.attributes import find_attributes
 from dlo_core.checkpoint import Checkpoint
 from dlo_core.discovery import FoundBlock, find_blocks
 from dlo_core.errors import CheckpointError, ConfigError, DloWarning
 from dlo_core.inventory import Inventory, Owned, take_inventory
 from dlo_core.layout import BlockLayout, TensorSpec
 from dlo_core.shard import ShardPlan, trailers_nbytes
-from dlo_core.source import Source, prove_checkpoint, prove_module
+from dlo_core.source import ModuleTensor, Source, prove_checkpoint, prove_module
 
 if TYPE_CHECKING:
     import os
@@ -42,6 +43,8 @@ class ModelPlan:
         remainder: Layout of what stays on the device.
         sources: Where every tensor's bytes come from, by its first name.
         checkpoint: The checkpoint that they come from, or None.
+        attributes: Plain attributes that move to the device; each rank's own affair.
+        attribute_layout: Their layout.
     """
 
     model: nn.Module
@@ -51,6 +54,8 @@ class ModelPlan:
     remainder: BlockLayout
     sources: dict[str, Source]
     checkpoint: Checkpoint | None
+    attributes: tuple[Owned, ...]
+    attribute_layout: BlockLayout
 
     @property
     def blocks(self) -> tuple[FoundBlock, ...]:
@@ -130,6 +135,7 @@ def plan_model(
         device_type=device_type,
     )
     sources, opened = _prove(model, inventory, opened, config)
+    attributes = _place_attributes(model, inventory, sources, device_type)
     layouts = tuple(
         BlockLayout.pack(block.name, (_spec(item, sources) for item in owned), alignment)
         for block, owned in zip(inventory.blocks, inventory.streamed, strict=True)
@@ -142,7 +148,27 @@ def plan_model(
         BlockLayout.pack("", (_spec(item, sources) for item in inventory.remainder), alignment),
         sources,
         opened,
+        attributes,
+        BlockLayout.pack("", (_spec(item, sources) for item in attributes), alignment),
     )
+
+
+def _place_attributes(
+    model: nn.Module, inventory: Inventory, sources: dict[str, Source], device_type: str
+) -> tuple[Owned, ...]:
+    """Return the plain attributes that move; those that cannot are warned about."""
+    found, problems = find_attributes(model, inventory.remainder, device_type)
+    if problems:
+        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+        warnings.warn(
+            f"{type(model).__name__} keeps tensors in plain attributes that stay where they are: "
+            f"{'; '.join(problems[:4])}{more}. If its forward uses them on {device_type}, make "
+            "them buffers (register_buffer(..., persistent=False))",
+            DloWarning,
+            stacklevel=2,
+        )
+    sources.update({item.name: ModuleTensor(item.tensor) for item in found})
+    return tuple(found)
 
 
 def _open(
@@ -216,7 +242,7 @@ def predict(plans: Sequence[ModelPlan], config: OffloadConfig) -> Footprint:
     return Footprint(
         slots_nbytes=num_slots * slot,
         stages_nbytes=config.stages * stage,
-        remainder_nbytes=sum(plan.remainder.nbytes for plan in plans),
+        remainder_nbytes=sum(p.remainder.nbytes + p.attribute_layout.nbytes for p in plans),
         trailers_nbytes=trailers_nbytes(len(shards), shards[0].size),
         host_nbytes=sum(shard.nbytes for shard in shards),
         blocks_nbytes=sum(layout.nbytes for plan in plans for layout in plan.layouts),
