@@ -18,7 +18,7 @@ from dlo_core._install import INSTALL, install_command
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SNIPPETS = [ROOT / "README.md", ROOT / "docs" / "getting-started.md"]
+SNIPPETS = [ROOT / "README.md", ROOT / "docs" / "getting-started.md", ROOT / "docs" / "saving.md"]
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
@@ -64,7 +64,7 @@ def run_snippets(rank: int, page: str, folder: str) -> int:
             "x": inputs(),
             "on_meta": on_meta,
         }
-        exec(compile(localised(code, checkpoint), page, "exec"), space)
+        exec(compile(localised(code, checkpoint, rank), page, "exec"), space)
         count += 1
         model = space["model"]
         if dlo_core.offloaded(model) is not None:
@@ -72,11 +72,12 @@ def run_snippets(rank: int, page: str, folder: str) -> int:
     return count
 
 
-def localised(code: str, checkpoint: Path) -> str:
+def localised(code: str, checkpoint: Path, rank: int) -> str:
     """Return the snippet with the reader's device, names and paths replaced by the test's."""
     for theirs, ours in {
         '"cuda"': '"cpu"',
         "path/to/transformer": str(checkpoint),
+        "path/to/saved": str(checkpoint.parent / f"saved-{rank}"),
         "dist.init_process_group()": "",
         '"double_blocks", "single_blocks"': '"blocks"',
         "model.layers[2:]": "model.blocks[2:]",
