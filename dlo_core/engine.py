@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dlo_core.attributes import find_attributes
 from dlo_core.binding import BlockBinding
 from dlo_core.errors import UseError
 from dlo_core.hooks import Hooks
@@ -80,7 +81,10 @@ class Engine:
         self._load(digest, progress, hosts)
         self.pool = self._make_pool(config)
         self.remainders = [
-            [Remainder(backend, plan.inventory.remainder, plan.remainder, host)]
+            [
+                Remainder(backend, plan.inventory.remainder, plan.remainder, host),
+                Remainder(backend, plan.attributes, plan.attribute_layout, _attribute_run(plan)),
+            ]
             for plan, host in zip(plans, hosts, strict=True)
         ]
         self.blocks = self._make_blocks(digest)
@@ -228,7 +232,7 @@ class Engine:
                 for owned in plan.inventory.streamed:
                     for item in owned:
                         let_go(item)
-        for (remainder,) in self.remainders:
+        for remainder in (part for parts in self.remainders for part in parts):
             remainder.attach()
         for plan in self.plans:
             plan.made.attach()
@@ -260,7 +264,9 @@ class Engine:
                         "refresh() was called while a block computes; call it between passes"
                     )
                 known = {place for part in parts for place in part.places()}
-                fresh = new_tensors(plan.model, known, self._backend.device)
+                device = self._backend.device
+                fresh = new_tensors(plan.model, known, device)
+                fresh += find_attributes(plan.model, fresh, device.type)[0]
                 layout = BlockLayout.pack(
                     "", map(spec_of, fresh), self._backend.capabilities.alignment
                 )
@@ -405,6 +411,16 @@ class Engine:
 
 def _is(mine: object) -> Callable[[object], bool]:
     return lambda present: present is mine
+
+
+def _attribute_run(plan: ModelPlan) -> torch.Tensor:
+    """Return the plain attributes' bytes, in host memory of their own."""
+    layout = plan.attribute_layout
+    run = remainder_run(layout.nbytes)
+    for spec in layout.tensors:
+        part = run[spec.offset : spec.offset + spec.nbytes]
+        plan.sources[spec.name].read(spec, 0, spec.nbytes, part)
+    return run
 
 
 def _tensors(layout: BlockLayout, run: torch.Tensor) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from dlo_core.attributes import find_attributes
 from dlo_core.checkpoint import Checkpoint
 from dlo_core.discovery import FoundBlock, find_blocks
 from dlo_core.errors import CheckpointError, ConfigError, DloWarning
@@ -20,6 +21,7 @@ from dlo_core.post_load import Made, PostLoad, make_values, meta_attributes
 from dlo_core.shard import ShardPlan, trailers_nbytes
 from dlo_core.source import (
     ConvertedTensor,
+    ModuleTensor,
     Source,
     prove_checkpoint,
     prove_module,
@@ -55,6 +57,8 @@ class ModelPlan:
         sources: Where every tensor's bytes come from, by its first name.
         checkpoint: The checkpoint that they come from, or None.
         made: What ``post_load=`` made.
+        attributes: Plain attributes that move to the device; each rank's own affair.
+        attribute_layout: Their layout.
     """
 
     model: nn.Module
@@ -65,6 +69,8 @@ class ModelPlan:
     sources: dict[str, Source]
     checkpoint: Checkpoint | None
     made: Made
+    attributes: tuple[Owned, ...]
+    attribute_layout: BlockLayout
 
     @property
     def blocks(self) -> tuple[FoundBlock, ...]:
@@ -190,6 +196,7 @@ def plan_model(
         if opened is not None:
             opened.checkpoint.close()
         raise
+    attributes = _place_attributes(model, inventory, sources, device_type)
     layouts = tuple(
         BlockLayout.pack(block.name, (_spec(item, sources) for item in owned), alignment)
         for block, owned in zip(inventory.blocks, inventory.streamed, strict=True)
@@ -203,6 +210,8 @@ def plan_model(
         sources,
         None if opened is None else opened.checkpoint,
         made,
+        attributes,
+        BlockLayout.pack("", (_spec(item, sources) for item in attributes), alignment),
     )
 
 
@@ -212,6 +221,24 @@ _NO_CONVERT = (
     "use_allgather=False, or disable online quantisation (convert the checkpoint beforehand, or "
     "load the model first and leave checkpoint= out)"
 )
+
+
+def _place_attributes(
+    model: nn.Module, inventory: Inventory, sources: dict[str, Source], device_type: str
+) -> tuple[Owned, ...]:
+    """Return the plain attributes that move; those that cannot are warned about."""
+    found, problems = find_attributes(model, inventory.remainder, device_type)
+    if problems:
+        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+        warnings.warn(
+            f"{type(model).__name__} keeps tensors in plain attributes that stay where they are: "
+            f"{'; '.join(problems[:4])}{more}. If its forward uses them on {device_type}, make "
+            "them buffers (register_buffer(..., persistent=False))",
+            DloWarning,
+            stacklevel=2,
+        )
+    sources.update({item.name: ModuleTensor(item.tensor) for item in found})
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +331,7 @@ def predict(plans: Sequence[ModelPlan], config: OffloadConfig) -> Footprint:
     return Footprint(
         slots_nbytes=num_slots * slot,
         stages_nbytes=config.stages * stage,
-        remainder_nbytes=sum(plan.remainder.nbytes for plan in plans),
+        remainder_nbytes=sum(p.remainder.nbytes + p.attribute_layout.nbytes for p in plans),
         trailers_nbytes=trailers_nbytes(len(shards), shards[0].size),
         host_nbytes=sum(shard.nbytes for shard in shards),
         blocks_nbytes=sum(layout.nbytes for plan in plans for layout in plan.layouts),

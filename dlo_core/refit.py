@@ -1,8 +1,8 @@
 """Refitting: new values for weights that are offloaded, in place.
 
 [Note: old or new]
-Between two passes, with every rank at the same place on its tape: what the slots hold is forgotten,
-copies under way are waited for, and each rank overwrites its part of each given tensor. What was
+Between two passes, with every rank at the same place on its tape: the device is waited for, each
+rank overwrites its part of each given tensor, and what the slots hold is forgotten. What was
 given as a whole (a mapping, a list) is checked and compared between the ranks before a byte is
 changed. An iterable is checked as it comes, so an error can come late: then the tensors that were
 written are *torn*. Every later use of the model raises and names one, until an update on all ranks
@@ -155,7 +155,13 @@ class Refit:
         told = _Told()
         problem: BaseException | None = None
         try:
-            self._stand_still()
+            owner = self._engine.pool.owner
+            if owner.open:
+                # So that every rank has queued the same fills, which are about to be waited for.
+                owner.end_pass()
+            # The device may be behind the host: a shard must not change under a copy that a forward
+            # still waits for, nor a resident tensor under a kernel.
+            self._streamer.stand_still()
             for name, value in _pairs(given):
                 target = self._accept(name, value, told, hashed=checked is None)
                 if target is not None:
@@ -164,21 +170,11 @@ class Refit:
         except BaseException as error:
             problem = error
         self._end(told, problem, compare=checked is None)
-        # What named_tensors() filled meanwhile, if the values were made of it, is old.
+        # Also what named_tensors() filled meanwhile, if the new values were made of it.
         self._streamer.tape.forget()
         self._streamer.check_usable()
         self._engine.pool.owner.prefetch()
         return tuple(told.unknown)
-
-    def _stand_still(self) -> None:
-        """Forget what the slots hold, and let nothing read the weights any more."""
-        owner = self._engine.pool.owner
-        if owner.open:
-            owner.end_pass()
-        self._streamer.tape.forget()
-        # The device may be behind the host: a shard must not change under a copy that a forward
-        # still waits for, nor a resident tensor under a kernel.
-        self._streamer.stand_still()
 
     def _end(self, told: _Told, problem: BaseException | None, *, compare: bool) -> None:
         """Vote; what was begun is whole when every rank wrote the same, and torn otherwise."""

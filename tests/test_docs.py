@@ -23,6 +23,7 @@ SNIPPETS = [
     ROOT / "README.md",
     ROOT / "docs" / "getting-started.md",
     ROOT / "docs" / "parallelism.md",
+    ROOT / "docs" / "saving.md",
 ]
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
@@ -69,7 +70,7 @@ def run_snippets(rank: int, page: str, folder: str) -> int:
             "x": inputs(),
             "on_meta": on_meta,
         }
-        exec(compile(localised(code, checkpoint), page, "exec"), space)
+        exec(compile(localised(code, checkpoint, rank), page, "exec"), space)
         count += 1
         model = space["model"]
         if dlo_core.offloaded(model) is not None:
@@ -77,11 +78,12 @@ def run_snippets(rank: int, page: str, folder: str) -> int:
     return count
 
 
-def localised(code: str, checkpoint: Path) -> str:
+def localised(code: str, checkpoint: Path, rank: int) -> str:
     """Return the snippet with the reader's device, names and paths replaced by the test's."""
     for theirs, ours in {
         '"cuda"': '"cpu"',
         "path/to/transformer": str(checkpoint),
+        "path/to/saved": str(checkpoint.parent / f"saved-{rank}"),
         "dist.init_process_group()": "",
         '"double_blocks", "single_blocks"': '"blocks"',
         "model.layers[2:]": "model.blocks[2:]",

@@ -288,6 +288,23 @@ def test_progress_is_told_and_its_exception_cancels(size: int, tmp_path: Path) -
     assert all(everywhere(job, size))
 
 
+def test_a_rank_that_fails_before_it_reads_serves_the_others(tmp_path: Path) -> None:
+    def job(rank: int) -> bool:
+        model = make_toy(4)
+        reference = twin(model)
+        offloaded = dlo.offload(model, device=PoisonBackend(0), group=world(), load_timeout_s=20)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dlo_core.save.reporting", lambda *args: 1 / 0)
+            expected: type[BaseException] = dlo.AgreementError if rank else ZeroDivisionError
+            with pytest.raises(expected, match="division by zero"):
+                offloaded.save(tmp_path / "x")
+        assert everything_in(tmp_path) == []
+        assert torch.equal(model(inputs(rank)), reference(inputs(rank)))
+        return True
+
+    assert all(run_ranks(job, 2))
+
+
 def test_a_checkpoint_that_is_streamed_from_is_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(make_toy(3).state_dict(), path)

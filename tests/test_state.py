@@ -230,8 +230,9 @@ def test_a_rank_alone_cannot_read_the_others_parts(tmp_path: Path) -> None:
     assert all(run_ranks(job, 2))
 
 
-def test_an_iteration_that_one_rank_ends_early_strands_nobody() -> None:
-    """While it lasts the model is busy; closed, the rank serves the others and goes on."""
+@pytest.mark.parametrize("where", ["pre", "blocks.2"])
+def test_an_iteration_that_one_rank_ends_early_strands_nobody(where: str) -> None:
+    """Among the residents or the blocks: closed, the rank serves the others and goes on."""
 
     def job(rank: int) -> int:
         model = make_toy(5)
@@ -241,11 +242,12 @@ def test_an_iteration_that_one_rank_ends_early_strands_nobody() -> None:
         tensors: Any = offloaded.named_tensors()
         for name, _ in tensors:
             seen += 1
-            if rank == 1 and name.startswith("blocks.2"):
-                with pytest.raises(dlo.UseError, match="busy"):
-                    model(inputs())
-                with pytest.raises(dlo.RestoreError, match="busy"):
-                    offloaded.disable()
+            if rank == 1 and name.startswith(where):
+                if where == "blocks.2":
+                    with pytest.raises(dlo.UseError, match="busy"):
+                        model(inputs())
+                    with pytest.raises(dlo.RestoreError, match="busy"):
+                        offloaded.disable()
                 break
         tensors.close()
         for seed in range(2):
@@ -256,6 +258,18 @@ def test_an_iteration_that_one_rank_ends_early_strands_nobody() -> None:
     whole, part = run_ranks(job, 2)
     assert whole == len(make_toy(5).state_dict())
     assert 0 < part < whole
+
+
+def test_an_iteration_may_be_closed_after_the_shutdown() -> None:
+    def job(rank: int) -> bool:
+        offloaded = dlo.offload(make_toy(4), device=PoisonBackend(0), group=world())
+        tensors: Any = offloaded.named_tensors()
+        assert any(name.startswith("blocks.1") for name, _ in tensors)
+        offloaded.shutdown()
+        tensors.close()
+        return True
+
+    assert all(run_ranks(job, 2))
 
 
 def test_an_iteration_holds_no_more_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
