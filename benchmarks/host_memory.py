@@ -196,6 +196,8 @@ def work(rank: int, folder: Path, case: str, blocks: int, rows: int) -> dict[str
 def warm_up(backend: CpuBackend) -> None:
     """Pay for what the first use of everything costs."""
     model = Tower(3, 16).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.zero_()
     with dlo.offload(model, device=backend, group=dist.group.WORLD), torch.inference_mode():
         model(torch.zeros(1, WIDTH, dtype=torch.bfloat16))
     settle()
