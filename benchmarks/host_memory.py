@@ -196,6 +196,8 @@ def work(rank: int, folder: Path, case: str, blocks: int, rows: int) -> dict[str
 def warm_up(backend: CpuBackend) -> None:
     """Pay for what the first use of everything costs."""
     model = Tower(3, 16).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.zero_()
     with dlo.offload(model, device=backend, group=dist.group.WORLD), torch.inference_mode():
         model(torch.zeros(1, WIDTH, dtype=torch.bfloat16))
     settle()
@@ -262,9 +264,17 @@ def watch(job: subprocess.Popen[str], folder: Path, board: mmap.mmap) -> tuple[i
 
     def now() -> int:
         """Return the ranks' memory, without what is device memory."""
-        device: int = sum(struct.unpack(f"{count}q", board[:]))
         ranks = psutil.Process(job.pid).children(recursive=True)
-        return sum(proportional(rank) for rank in ranks) - device
+        # Halted, or a page that one rank maps between two looks would count twice.
+        try:
+            for rank in ranks:
+                rank.suspend()
+            device: int = sum(struct.unpack(f"{count}q", board[:]))
+            return sum(proportional(rank) for rank in ranks) - device
+        finally:
+            for rank in ranks:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.resume()
 
     baseline, peak = 0, 0
     while job.poll() is None:
