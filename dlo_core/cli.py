@@ -55,6 +55,9 @@ def info(
         return
     console = Console()
     console.print(_backends_table(statuses))
+    for status in statuses:
+        if settings := _settings_of(status.backend):
+            console.print(_settings_table(status.name, settings))
     memory = psutil.virtual_memory()
     console.print(
         f"host memory: {memory.available / _GB:.1f} GB available of {memory.total / _GB:.1f} GB\n"
@@ -76,6 +79,21 @@ def _backends_table(statuses: tuple[BackendStatus, ...]) -> Table:
         usable = "yes" if status.reason is None else "no"
         table.add_row(status.name, usable, status.distribution, memory, comm, status.reason or "-")
     return table
+
+
+def _settings_table(name: str, settings: dict[str, str]) -> Table:
+    table = Table(title=f"settings of {name}", title_justify="left", show_header=False)
+    for row in settings.items():
+        table.add_row(*row)
+    return table
+
+
+def _settings_of(backend: Backend | None) -> dict[str, str]:
+    """Return a backend's settings, or none: a table of backends must not fail by one of them."""
+    try:
+        return {} if backend is None else dict(backend.settings())
+    except Exception as error:
+        return {"settings": f"cannot be read: {type(error).__name__}: {error}"}
 
 
 def _info(statuses: tuple[BackendStatus, ...]) -> dict[str, Any]:
@@ -101,6 +119,7 @@ def _backend_info(status: BackendStatus) -> dict[str, Any]:
         facts["device"] = str(status.backend.device)
         facts["comm_library"] = status.backend.comm_library
         facts["pinned_memory"] = status.backend.capabilities.pinned_memory
+        facts["settings"] = _settings_of(status.backend)
         if now is not None:
             facts["memory"] = {"free_nbytes": now.free, "total_nbytes": now.total}
     return facts
@@ -125,13 +144,17 @@ def demo(
             help="Run gather mode and then rank-local mode, or rank-local mode only.",
         ),
     ] = True,
+    *,
+    device: Annotated[
+        str, typer.Option(help="Where blocks compute: cpu, cuda, npu; each rank takes one.")
+    ] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for digits.png and timeline.png.")] = Path(),
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Draw digits with a trained diffusion transformer, streamed, and prove that no bit changed."""
     from dlo_core.demo.run import demo as run_demo
 
-    raise typer.Exit(run_demo(ranks, depth, use_allgather, out, json))
+    raise typer.Exit(run_demo(ranks, depth, use_allgather, out, json, device=device))
 
 
 def main() -> None:

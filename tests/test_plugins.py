@@ -232,6 +232,7 @@ def test_dlo_info_shows_every_plug_in_and_why_not(
         "device": "cpu",
         "comm_library": "gloo",
         "pinned_memory": False,
+        "settings": {},
         "memory": None,
     }
     for name in BROKEN:

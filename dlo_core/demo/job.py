@@ -19,7 +19,7 @@ class Job:
         ranks: Processes of the group.
         depth: Slots on the device.
         use_allgather: Whether to run gather mode before rank-local mode.
-        device: Where blocks compute.
+        device: Where blocks compute; without an index, each rank takes the device of its number.
         num_images: Digits that each rank draws.
         num_steps: Euler steps from noise to image.
         guidance: Strength of the classifier-free guidance.
@@ -44,6 +44,11 @@ class Job:
     def total_steps(self) -> int:
         """Euler steps of one rank in all modes, the resident run included."""
         return self.num_steps * (1 + len(self.streamed_modes))
+
+    def device_of(self, rank: int) -> str:
+        """Return the device of ``rank``: on a machine with one CPU, all ranks share it."""
+        shared = self.device == "cpu" or ":" in self.device
+        return self.device if shared else f"{self.device}:{rank}"
 
     def labels(self, rank: int) -> torch.Tensor:
         """Return the digits that ``rank`` draws, in an order of its own, ``[num_images]``."""

@@ -44,8 +44,9 @@ def run_rank(job: Job, rank: int, store: str, pipe: Connection) -> None:
     """
     # Ctrl-C reaches every process of the terminal; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    worker = Worker(job, rank, pipe)
+    worker: Worker | None = None
     try:
+        worker = Worker(job, rank, pipe)
         # First of all: the resident and the streamed run must split their work alike.
         torch.set_num_threads(job.threads)
         use_loopback()
@@ -56,7 +57,8 @@ def run_rank(job: Job, rank: int, store: str, pipe: Connection) -> None:
         dist.destroy_process_group()
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
-        pipe.send(Failed(rank, worker.mode, reason, traceback.format_exc()))
+        mode = "start" if worker is None else worker.mode
+        pipe.send(Failed(rank, mode, reason, traceback.format_exc()))
         raise SystemExit(1) from None
 
 
@@ -65,10 +67,12 @@ class Worker:
 
     Attributes:
         mode: What it is doing now.
+        backend: Of this rank's device.
     """
 
     def __init__(self, job: Job, rank: int, pipe: Connection) -> None:
         self.job = job
+        self.backend = get_backend(job.device_of(rank))
         self.rank = rank
         self.mode = "start"
         self._pipe = pipe
@@ -76,7 +80,7 @@ class Worker:
     def run(self) -> RankResult:
         """Return the resident run and every streamed run."""
         self.mode = "resident"
-        model = load_model()
+        model = load_model().to(self.backend.device)
         nbytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         images, pass_ms = self._draw(model)
         del model
@@ -90,7 +94,7 @@ class Worker:
 
     def _stream(self, mode: str) -> StreamedRun:
         self.mode = mode
-        backend = get_backend(self.job.device)
+        backend = self.backend
         before = most = backend.memory().allocated
 
         def measure() -> None:
@@ -100,7 +104,7 @@ class Worker:
         model = build_meta_model()
         offloaded = dlo.offload(
             model,
-            device=self.job.device,
+            device=backend,
             group=dist.group.WORLD,
             checkpoint=FOLDER,
             use_allgather=mode == "gather",
@@ -144,6 +148,7 @@ class Worker:
             num_steps=self.job.num_steps,
             guidance=self.job.guidance,
             on_step=on_step,
+            device=self.backend.device,
         )
         seconds = time.perf_counter() - start
         return images, seconds * 1e3 / (self.job.num_steps * PASSES_PER_STEP)

@@ -17,7 +17,8 @@ from dlo_core.demo.launch import RankError, run_ranks
 from dlo_core.demo.pictures import PicturesUnavailable, write_digits, write_timeline
 from dlo_core.demo.proof import find_differences
 from dlo_core.demo.report import Report
-from dlo_core.errors import ConfigError
+from dlo_core.errors import BackendError, ConfigError
+from dlo_core.registry import get_backend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +33,9 @@ FAILED = 1
 MISUSED = 2
 
 
-def demo(ranks: int, depth: int, use_allgather: bool, out: Path, json: bool) -> int:
+def demo(
+    ranks: int, depth: int, use_allgather: bool, out: Path, json: bool, *, device: str = "cpu"
+) -> int:
     """Run the demo and return the exit code.
 
     Args:
@@ -41,6 +44,7 @@ def demo(ranks: int, depth: int, use_allgather: bool, out: Path, json: bool) -> 
         use_allgather: Whether to run gather mode before rank-local mode.
         out: Folder of the pictures; made when it is not there.
         json: Whether to print JSON instead of the table; all else then goes to standard error.
+        device: Where blocks compute.
 
     Returns:
         0 when every image of every rank and mode is bit-identical to the resident run; 1 when one
@@ -49,8 +53,8 @@ def demo(ranks: int, depth: int, use_allgather: bool, out: Path, json: bool) -> 
     console = Console(stderr=json, highlight=False)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        job = check_options(ranks, depth, use_allgather, out)
-    except ConfigError as error:
+        job = check_options(ranks, depth, use_allgather, out, device)
+    except (ConfigError, BackendError) as error:
         errors.print(f"dlo demo: {error}", markup=False, style="red")
         return MISUSED
     console.print(introduction(job), markup=False)
@@ -73,11 +77,14 @@ def demo(ranks: int, depth: int, use_allgather: bool, out: Path, json: bool) -> 
     return FAILED if differences else 0
 
 
-def check_options(ranks: int, depth: int, use_allgather: bool, out: Path) -> Job:
+def check_options(
+    ranks: int, depth: int, use_allgather: bool, out: Path, device: str = "cpu"
+) -> Job:
     """Return the job.
 
     Raises:
         ConfigError: An option cannot be honoured; nothing was started.
+        BackendError: A rank has no device.
     """
     if ranks < 1:
         raise ConfigError(f"--ranks must be at least 1; got {ranks}")
@@ -88,7 +95,15 @@ def check_options(ranks: int, depth: int, use_allgather: bool, out: Path) -> Job
             pass
     except OSError as error:
         raise ConfigError(f"--out must be a folder that can be written to: {error}") from error
-    return Job(ranks=ranks, depth=depth, use_allgather=use_allgather)
+    job = Job(ranks=ranks, depth=depth, use_allgather=use_allgather, device=device)
+    if ranks > 1 and job.device_of(0) == job.device_of(1) != "cpu":
+        raise ConfigError(
+            f"--device {device} is one device, and --ranks is {ranks}: each rank needs one of its "
+            f"own; give --device {device.partition(':')[0]}"
+        )
+    for rank in range(ranks):
+        get_backend(job.device_of(rank))
+    return job
 
 
 def introduction(job: Job) -> str:
@@ -96,8 +111,9 @@ def introduction(job: Job) -> str:
     who = "One rank draws" if job.ranks == 1 else f"{job.ranks} ranks draw"
     modes = " and in ".join(job.streamed_modes)
     return (
-        f"{who} {job.num_images} digits each with a trained diffusion transformer: first with all "
-        f"weights resident, then in {modes} mode, its blocks streaming through {job.depth} slots. "
+        f"{who} {job.num_images} digits each on {job.device} with a trained diffusion transformer: "
+        f"first with all weights resident, then in {modes} mode, its blocks streaming through "
+        f"{job.depth} slots. "
         "Every image must come out the same, bit for bit.\n"
     )
 
