@@ -1,11 +1,9 @@
-"""The Ascend backend of dlo: so far its plug-in hook, which says why it cannot be used."""
+"""The Ascend backend of dlo: its plug-in hook, which imports nothing heavy."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING
 
-from dlo_core.errors import BackendError
 from dlo_core.registry import hookimpl
 
 if TYPE_CHECKING:
@@ -16,13 +14,11 @@ __all__ = ["dlo_backend"]
 
 @hookimpl
 def dlo_backend(device: str) -> Backend:
-    """Refuse ``device`` with the reason.
+    """Return a backend for ``device``, such as ``"npu:1"``.
 
     Raises:
-        BackendError: Always: the backend is not written yet.
+        BackendError: torch_npu cannot be used here, or this machine has no NPU like that.
     """
-    found = importlib.util.find_spec("torch_npu") is not None
-    raise BackendError(
-        f"device {device!r}: this version of dlo has no Ascend backend yet (torch_npu is "
-        f"{'' if found else 'not '}installed); use device='cpu' or 'cuda'"
-    )
+    from dlo_ascend.backend import make_backend
+
+    return make_backend(device)

@@ -12,6 +12,7 @@ block, rebuilt by all-gather on the device::
 
 import logging
 
+import dlo_core._torch  # noqa: F401 - first of all: it says why torch cannot be imported
 from dlo_core._version import __version__
 from dlo_core.api import offload, offloaded
 from dlo_core.config import OffloadConfig

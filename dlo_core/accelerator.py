@@ -5,8 +5,10 @@ A vendor's package hands its module in (``torch.cuda``, ``torch.npu``); the core
 
 from __future__ import annotations
 
+import resource
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -22,25 +24,19 @@ if TYPE_CHECKING:
 
     from dlo_core.interface import Event, Stream
 
-__all__ = ["AcceleratorBackend"]
+__all__ = ["AcceleratorBackend", "TorchAllocator", "pinned_bytes"]
 
 
 class _TorchBuffer:
     """Host memory from torch's own allocator, page-locked by the device's driver."""
 
-    def __init__(self, nbytes: int) -> None:
-        try:
-            made = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        except RuntimeError as error:
-            raise HostMemoryError(
-                f"cannot page-lock {nbytes:,} bytes of host memory ({error}); use "
-                "host='pageable', more "
-                "ranks, or raise the limit (ulimit -l)"
-            ) from error
+    def __init__(
+        self, made: torch.Tensor, locked_nbytes: int, give_back: Callable[[], None]
+    ) -> None:
         self._tensor: torch.Tensor | None = made
+        self._give_back = give_back
         self.pinned = made.is_pinned()
-        # torch's pinned allocator takes powers of two; counted as the system sees it.
-        self.locked_nbytes = 1 << max(nbytes - 1, 0).bit_length() if self.pinned else 0
+        self.locked_nbytes = locked_nbytes if self.pinned else 0
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -49,16 +45,54 @@ class _TorchBuffer:
         return self._tensor
 
     def release(self) -> None:
-        self._tensor = None
+        if self._tensor is not None:
+            self._tensor = None
+            self._give_back()
 
 
-class _TorchAllocator(PinnedAllocator):
-    """Makes page-locked buffers through torch."""
+class TorchAllocator(PinnedAllocator):
+    """Makes page-locked buffers through torch's own pinned allocator."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        """Lock memory for one device.
+
+        Args:
+            module: ``torch.cuda`` or its like.
+            device: Whose driver locks the memory.
+        """
+        self._module = module
+        self._device = device
 
     def allocate(self, nbytes: int) -> _TorchBuffer:
         """Return ``nbytes`` page-locked bytes."""
-        with torch.inference_mode(False):
-            return _TorchBuffer(nbytes)
+        with torch.inference_mode(False), self._module.device(self._device):
+            try:
+                made, locked_nbytes = self._lock(nbytes)
+            except RuntimeError as error:
+                raise HostMemoryError(
+                    f"cannot page-lock {nbytes:,} bytes of host memory (limit of locked memory, "
+                    f"ulimit -l: {_lock_limit()}; available: "
+                    f"{psutil.virtual_memory().available:,} bytes): use host='pageable', more "
+                    f"ranks, or raise the limit. The driver says: {error}"
+                ) from error
+        return _TorchBuffer(made, locked_nbytes, self.give_back)
+
+    def give_back(self) -> None:
+        """Let torch give cached memory that nobody uses back to the system, where it can."""
+
+    def _lock(self, nbytes: int) -> tuple[torch.Tensor, int]:
+        """Return page-locked bytes, and how many the driver locked: torch takes powers of two."""
+        return pinned_bytes(nbytes), 1 << max(nbytes - 1, 0).bit_length()
+
+
+def pinned_bytes(nbytes: int) -> torch.Tensor:
+    """Return bytes from torch's pinned allocator, for the current device."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def _lock_limit() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
 
 
 class _DeviceCheck(Check):
@@ -127,7 +161,7 @@ class AcceleratorBackend(Backend):
         self.device = device
         self.comm_library = comm_library
         self.capabilities = capabilities
-        self.allocator = allocator or _TorchAllocator()
+        self.allocator = allocator or TorchAllocator(module, device)
 
     def new_stream(self, priority: int = 0) -> Stream:
         """Return a new stream of the device."""
@@ -158,6 +192,11 @@ class AcceleratorBackend(Backend):
         """Queue the copy; asynchronous where the host side is pinned."""
         with torch.inference_mode(False), torch.no_grad():
             dst.copy_(src, non_blocking=True)
+            current: Any = self.current_stream()
+            for side in (dst, src):
+                # torch's allocator knows the stream on which a tensor was made, and no other.
+                if side.device.type == self.name:
+                    side.record_stream(current)
 
     def new_check(self) -> Check:
         """Return a new comparison on the device."""

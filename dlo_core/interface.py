@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
@@ -230,6 +231,22 @@ class Backend(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Block the host until all work of this backend is done."""
+
+    def settings(self) -> Mapping[str, str]:
+        """Return what of this environment decides speed or memory, for ``dlo info``.
+
+        Returns:
+            Names and values, with a remark where a value costs something. Nothing is started.
+        """
+        return {}
+
+    def refusal(self, tensor: torch.Tensor) -> str | None:
+        """Return why the bytes of a tensor of this device mean nothing elsewhere, or None.
+
+        Args:
+            tensor: Of a model that is about to be offloaded.
+        """
+        return None
 
     def __repr__(self) -> str:
         """Show the kind and the device."""

@@ -118,6 +118,7 @@ class Startup:
             raise ConfigError("enable() needs at least one model")
         for model in models:
             _check_model(model)
+            _check_layouts(model, self._backend)
         if len({id(model) for model in models}) < len(models):
             raise ConfigError("the same model was given twice")
         _check_disjoint(models)
@@ -214,6 +215,12 @@ def _check_model(model: object) -> None:
                 f"{type(model).__name__} cannot be offloaded: {name!r} belongs to a model that is "
                 "offloaded already (or was shut down); disable() that one first"
             )
+
+
+def _check_layouts(model: nn.Module, backend: Backend) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if (reason := backend.refusal(tensor)) is not None:
+            raise ConfigError(f"{name!r} cannot be offloaded: {reason}")
 
 
 def _check_disjoint(models: Sequence[nn.Module]) -> None:

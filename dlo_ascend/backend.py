@@ -1,0 +1,76 @@
+"""The Ascend backend: Huawei NPUs with HCCL, on torch_npu's streams, events and pinned memory.
+
+What differs from CUDA, and why, is in docs/ascend.md under "What the backend takes care of".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dlo_ascend.availability import import_torch_npu, number_of
+from dlo_ascend.formats import private_format
+from dlo_ascend.memory import AscendAllocator
+from dlo_ascend.settings import describe
+from dlo_ascend.streams import StreamTable, Switch
+from dlo_core.accelerator import AcceleratorBackend
+from dlo_core.interface import Capabilities
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+__all__ = ["AscendBackend", "make_backend"]
+
+
+class AscendBackend(AcceleratorBackend):
+    """A backend for one NPU."""
+
+    def __init__(self, torch_npu: Any, device: torch.device) -> None:
+        """Use ``device`` through ``torch_npu``."""
+        super().__init__(
+            torch_npu.npu,
+            device,
+            comm_library="hccl",
+            # The alignment of torch_npu's own allocator; copies want 64 bytes on both sides.
+            capabilities=Capabilities(alignment=512, host_blocks=False, pinned_memory=True),
+            allocator=AscendAllocator(torch_npu.npu, device),
+        )
+        self._torch_npu = torch_npu
+        self._streams = StreamTable(torch_npu.npu, device)
+
+    def new_stream(self, priority: int = 0) -> Any:
+        """Return a new stream; CANN takes no ``priority``."""
+        return self._module.Stream(device=self.device)
+
+    def current_stream(self) -> Any:
+        """Return this thread's current stream."""
+        return self._streams.current()
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make ``stream`` current."""
+        return Switch(self._streams, stream)
+
+    def settings(self) -> Mapping[str, str]:
+        """Return versions, and what the environment says of memory, queues and HCCL."""
+        return describe(self._torch_npu)
+
+    def refusal(self, tensor: torch.Tensor) -> str | None:
+        """Return why a tensor in a private format cannot be offloaded, or None."""
+        return private_format(self._torch_npu, tensor)
+
+
+def make_backend(device: str) -> AscendBackend:
+    """Return a backend for ``device``.
+
+    Raises:
+        BackendError: torch_npu cannot be used here, or there is no such device.
+    """
+    torch_npu = import_torch_npu(device)
+    number = number_of(device, torch_npu.npu.device_count())
+    if number is None:
+        # Asking for the current device would start the device, which a look at the backends must
+        # not.
+        number = torch_npu.npu.current_device() if torch_npu.npu.is_initialized() else 0
+    return AscendBackend(torch_npu, torch.device("npu", number))
