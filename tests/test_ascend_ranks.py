@@ -6,6 +6,9 @@ Run first: ranks are forked while this process has not touched a device.
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +24,7 @@ from dlo_core.testing.conformance import CollectiveConformance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from dlo_core.interface import Backend
 
@@ -134,3 +138,47 @@ def test_a_pass_asks_the_runtime_for_no_more_than_it_needs(
         # One timing event a pass.
         counts["RecordEvent"] -= 1
         assert counts == {n: NUM_BLOCKS * count for n, count in PER_BLOCK[path].items()}, lines
+
+
+# --- a user's own job -----------------------------------------------------------------------------
+
+PROGRAM = """
+import copy, torch, torch.distributed as dist, dlo_core as dlo
+from ascend import build, inputs_of
+
+dist.init_process_group("hccl")
+rank = dist.get_rank() % torch.accelerator.device_count()
+torch.accelerator.set_device_index(rank)
+model = build(4, "bf16")
+resident = copy.deepcopy(model).to(f"npu:{rank}")
+x = inputs_of(model, torch.device("npu", rank), rank)
+offloaded = dlo.offload(model, device=f"npu:{rank}", group=dist.group.WORLD)
+assert offloaded.engine.transfer.gathers
+with torch.inference_mode():
+    for _ in range(3):
+        assert torch.equal(model(x).cpu(), resident(x).cpu())
+assert torch.accelerator.current_device_index() == rank
+offloaded.disable()
+dist.destroy_process_group()
+"""
+
+
+def test_a_job_of_torchrun_whose_own_group_is_hccl(
+    usable_backend: Callable[[str], Backend], tmp_path: Path
+) -> None:
+    usable_backend("npu:1")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    paths = os.pathsep.join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run"),
+            *("--standalone", "--nproc-per-node", "2", str(program)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

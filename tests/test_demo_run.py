@@ -135,6 +135,26 @@ def test_a_bad_option_is_refused_before_anything_starts(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("abacus", "no backend for device 'abacus:0'"),
+        ("cpu:1", "is one device, and --ranks is 2: each rank needs one of its own"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_starts(
+    device: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo(2, 2, True, tmp_path, json=False, device=device) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_each_rank_takes_the_device_of_its_number() -> None:
+    assert [Job(device="npu").device_of(rank) for rank in (0, 3)] == ["npu:0", "npu:3"]
+    assert [Job(device="cpu").device_of(rank) for rank in (0, 3)] == ["cpu", "cpu"]
+    assert Job(device="npu:2").device_of(0) == "npu:2"
+
+
 def test_an_out_that_is_no_folder_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
