@@ -14,7 +14,7 @@ from test_dlo_toy import TestToyAllocator, TestToyBackend, TestToyCollective
 from dlo_core import registry
 from dlo_core.cpu import CpuBackend
 from dlo_core.errors import BackendError
-from dlo_core.testing.backend import SimAgreement, SimBackend
+from dlo_core.testing import SimAgreement, SimBackend, World
 from dlo_core.testing.conformance import (
     AllocatorConformance,
     BackendConformance,
@@ -26,7 +26,6 @@ from dlo_core.testing.conformance.copies import CopyConformance
 from dlo_core.testing.conformance.engine import EngineConformance
 from dlo_core.testing.conformance.events import EventConformance
 from dlo_core.testing.conformance.streams import StreamConformance
-from dlo_core.testing.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,15 @@ import dlo_core as dlo
 from dlo_core import engine as engine_module
 from dlo_core.errors import UseError
 from dlo_core.tape import Tape
-from dlo_core.testing import Deadlock, RankFailed, Recorder, SimAgreement, SimBackend, World
-from dlo_core.testing.world import MODES
+from dlo_core.testing import (
+    MODES,
+    Deadlock,
+    RankFailed,
+    Recorder,
+    SimAgreement,
+    SimBackend,
+    World,
+)
 from dlo_core.transfer import StagedTransfer
 
 if TYPE_CHECKING:
@@ -72,7 +79,7 @@ class Run:
         offloaded = dlo.offload(model, device=backend, group=group, **self._settings)
         recorder.watch(offloaded)
         backend.host_syncs.clear()
-        with torch.inference_mode(), recorder.compute():
+        with torch.inference_mode(), backend.compute():
             for number, skip in enumerate(REBINDS if self._several_streams else SKIPS[rank % 2]):
                 x = inputs(10 * rank + number)
                 stream = backend.current_stream()
@@ -256,7 +263,7 @@ def test_two_models_in_one_pool_have_no_race() -> None:
         resident = [twin(model) for model in models]
         offloaded = dlo.offload(models, device=backend, group=SimAgreement(world, rank))
         recorder.watch(offloaded)
-        with torch.inference_mode(), recorder.compute():
+        with torch.inference_mode(), backend.compute():
             for number in range(6):
                 which = number % 2
                 x = inputs(number + rank)
