@@ -273,7 +273,7 @@ class SimBackend(Backend):
 
     def _begin_gather(self, out: torch.Tensor, shard: torch.Tensor) -> frozenset[int]:
         """Spoil what is gathered into, tell the recorder, and return the storages."""
-        parts = (out,)
+        parts: tuple[torch.Tensor, ...] = (out,)
         if storage_of(out) == storage_of(shard):
             # In place: our own part stays.
             low = shard.data_ptr() - out.data_ptr()

@@ -54,9 +54,15 @@ class Compute(TorchDispatchMode):
         stream = self._backend.current_stream()
         if self._backend.recorder is not None:
             self._backend.recorder.accesses(stream.name, "compute", reads=reads, writes=writes)
-        if isinstance(stream, ComputeStream) or not (reads or writes):
+        if isinstance(stream, ComputeStream) or not self._is_device_work(reads, writes):
             return func(*args, **kwargs)
         return self._queue(func, args, kwargs, (*reads, *writes))
+
+    def _is_device_work(self, *groups: tuple[torch.Tensor, ...]) -> bool:
+        """Return whether a tensor is on the device, or its values are not there yet."""
+        backend = self._backend
+        storages = {storage_of(tensor) for tensors in groups for tensor in tensors}
+        return any(backend.device_memory.holds(s) or backend.world.pending(s) for s in storages)
 
     def _queue(
         self, func: Any, args: Any, kwargs: dict[str, Any], touched: tuple[torch.Tensor, ...]
@@ -77,7 +83,7 @@ class Compute(TorchDispatchMode):
                     for out, value in zip(_tensors(results), _tensors(values), strict=True):
                         out.copy_(value)
 
-        storages = frozenset(storage_of(tensor) for tensor in touched)
+        storages = frozenset(map(storage_of, (*touched, *_tensors(results))))
         self._backend.current_stream().run(work, storages)
         return results
 

@@ -47,6 +47,10 @@ class DeviceMemory:
         self._runs[owner.data_ptr()] = run
         return _over(run)
 
+    def holds(self, storage: int) -> bool:
+        """Return whether the storage at this address is device memory."""
+        return storage in self._runs
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an alias of ``tensor``; itself where it is not device memory."""
         run = self._runs.get(storage_of(tensor))
