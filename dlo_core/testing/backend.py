@@ -234,20 +234,29 @@ class SimBackend(Backend):
         self._put_gather(Step(meeting=meeting, storages=storages))
 
     def queue_gather(
-        self, work: Callable[[], object], out: torch.Tensor, shard: torch.Tensor
+        self,
+        work: Callable[[], object],
+        come: Callable[[], bool],
+        out: torch.Tensor,
+        shard: torch.Tensor,
     ) -> Ticket:
         """Queue a gather that waits for other processes; return what it reaches."""
         storages = self._begin_gather(out, shard)
-        return self._put_gather(Step(run=work, blocks=True, storages=storages))
+        return self._put_gather(Step(run=work, come=come, storages=storages))
 
     def serve(self) -> None:
-        """Run the gathers that peers have entered."""
+        """Run the gathers that peers wait for."""
         # See [Note: who waits for whom] in gloo.py.
-        self._gathers = [ref for ref in self._gathers if ref() is not None]
-        for ref in self._gathers:
-            gather = ref()
-            if gather is not None:
-                gather.serve()
+        for gather in self._living_gathers():
+            gather.serve()
+
+    def stop_serving(self) -> None:
+        """Tell the peers that the host waits no longer."""
+        for gather in self._living_gathers():
+            gather.leave()
+
+    def _living_gathers(self) -> list[GlooGather]:
+        return [gather for ref in self._gathers if (gather := ref()) is not None]
 
     def reach(self, event: SimEvent) -> None:
         """Run what ``event`` needs; let other ranks run where it needs them.

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dlo_core.layout import span_nbytes
 from dlo_core.testing.device_memory import storage_of
 from dlo_core.testing.streams import ComputeStream
 
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
     from dlo_core.testing.backend import SimBackend
 
 __all__ = ["Compute"]
+
+# The form of the result, or the state of the generator, follows from the values.
+_NEEDS_VALUES = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+}
 
 
 class Compute(TorchDispatchMode):
@@ -31,6 +39,11 @@ class Compute(TorchDispatchMode):
         """Queue on the current stream of ``backend``, and tell its recorder."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._backend = backend
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say no: else the first operation of a process imports torch's compiler, for seconds."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -125,21 +138,26 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _forms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return results without their values; None where these cannot be known before."""
+    if _NEEDS_VALUES & set(func.tags):
+        return None
     try:
-        on_meta = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
-    # Whatever torch has to say: the operation needs the values of its arguments.
+        # Not on meta tensors: there many operations import torch's compiler, for seconds.
+        forms = func(*tree_map(_zeros_like, args), **tree_map(_zeros_like, kwargs))
+    # Whatever torch has to say: it needs the values.
     except Exception:
         return None
-    leaves = tree_leaves(on_meta)
-    if not leaves or not all(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
+    leaves = tree_leaves(forms)
+    if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return None
-    return tree_map(_without_values, on_meta)
+    return tree_map(_without_values, forms)
 
 
-def _to_meta(value: Any) -> Any:
+def _zeros_like(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    shape, stride = tuple(value.shape), tuple(value.stride())
+    count = span_nbytes(shape, stride, value.element_size()) // value.element_size()
+    return torch.zeros(count, dtype=value.dtype, device="cpu").as_strided(shape, stride)
 
 
 def _without_values(form: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,8 @@ class DeviceMemory:
         run = self._runs.get(storage_of(tensor))
         if run is None:
             return tensor
-        with torch.inference_mode(False), torch.no_grad():
+        # Nor is this to be seen by whoever watches torch's operations.
+        with torch.inference_mode(False), torch.no_grad(), torch._C._DisableTorchDispatch():
             made = torch.empty(0, dtype=tensor.dtype, device="cpu")
             storage, offset = _over(run).untyped_storage(), int(tensor.storage_offset())
             return made.set_(storage, offset, tensor.shape, tensor.stride())

@@ -76,7 +76,8 @@ class Step:
         reach: Reached by the step.
         meeting: Happens by the step, on all ranks at once.
         run: Called by the step.
-        blocks: Whether ``run`` waits for other processes; then it runs only where it is needed.
+        come: Where ``run`` waits for other processes: waits until they come to the step, though
+            nothing here needs it, and returns whether they do. None: it waits for nobody.
         storages: Addresses of the storages that ``run`` or the meeting touches.
     """
 
@@ -84,7 +85,7 @@ class Step:
     reach: Ticket | None = None
     meeting: Meeting | None = None
     run: Callable[[], object] | None = None
-    blocks: bool = False
+    come: Callable[[], bool] | None = None
     storages: frozenset[int] = frozenset()
 
 

@@ -73,6 +73,7 @@ class World(Turns):
         self.lock = threading.RLock()
         self._early = frozenset(early)
         self._held = False
+        self._is_driven = False
         self._thread = threading.local()
         self._random = rng
 
@@ -99,11 +100,16 @@ class World(Turns):
     def drive(self, ticket: Ticket) -> bool:
         """Run steps for the sake of ``ticket``; return whether it is reached."""
         with self.lock:
-            if self.mode == "random" and not self._held:
-                while not ticket.reached and self._random_step(ticket):
-                    pass
-                return ticket.reached
-            return self._towards(ticket, set())
+            driven, self._is_driven = self._is_driven, True
+            try:
+                if self.mode == "random" and not self._held:
+                    while not ticket.reached and self._random_step(ticket):
+                        pass
+                    return ticket.reached
+                self._run_early()
+                return self._towards(ticket, set())
+            finally:
+                self._is_driven = driven
 
     def drain(self) -> None:
         """Run all that can run."""
@@ -128,26 +134,35 @@ class World(Turns):
 
     def _run_early(self) -> None:
         """Run the streams that are as early as may be."""
-        while any(self._step(queue) for queue in self.queues if self._is_early(queue)):
+        if self._held or not (self._early or self.mode == "eager"):
+            return
+        early = [q for q in self.queues if self.mode == "eager" or q.role in self._early]
+        while any(self._step(q) for q in early if self._is_free(q)) or any(
+            self._step(q) for q in early if self._runs_ahead(q)
+        ):
             pass
 
-    def _is_early(self, queue: Queue) -> bool:
-        early = self.mode == "eager" or queue.role in self._early
-        return early and not self._held and self._is_free(queue)
-
     def _random_step(self, ticket: Ticket | None) -> bool:
-        """Run one of the steps that can run; one that waits for peers only if ``ticket`` does."""
+        """Run one of the steps that can run; without a ticket none that waits for peers."""
         needed = None if ticket is None else _head_before(ticket)
-        ready = [
-            queue
-            for queue in self.queues
-            if self._is_free(queue) or (queue is needed and self._can(queue))
-        ]
-        return bool(ready) and self._advance(self._random.choice(ready))
+        ready = [q for q in self.queues if self._is_free(q) or (self._is_driven and self._can(q))]
+        while ready:
+            queue = self._random.choice(ready)
+            if queue is needed or self._is_free(queue) or self._runs_ahead(queue):
+                return self._advance(queue)
+            ready.remove(queue)
+        return False
 
     def _is_free(self, queue: Queue) -> bool:
         """Return whether the queue's first step can run and waits for no other process."""
-        return self._can(queue) and not queue.steps[0].blocks
+        return self._can(queue) and queue.steps[0].come is None
+
+    def _runs_ahead(self, queue: Queue) -> bool:
+        """Return whether other processes come to the queue's first step, which nothing needs."""
+        if not self._is_driven or not self._can(queue):
+            return False
+        come = queue.steps[0].come
+        return come is not None and come()
 
     def _can(self, queue: Queue) -> bool:
         if not queue.steps:
