@@ -244,10 +244,15 @@ class SimBackend(Backend):
         storages = self._begin_gather(out, shard)
         return self._put_gather(Step(run=work, come=come, storages=storages))
 
-    def serve(self) -> None:
-        """Run the gathers that peers wait for."""
+    def serve(self, meanwhile: Callable[[], object] | None) -> None:
+        """Run the gathers that peers wait for, those too that ``meanwhile`` queues."""
         # See [Note: who waits for whom] in gloo.py.
-        for gather in self._living_gathers():
+        gathers = self._living_gathers()
+        for gather in gathers:
+            gather.listen()
+        if meanwhile is not None:
+            meanwhile()
+        for gather in gathers:
             gather.serve()
 
     def stop_serving(self) -> None:

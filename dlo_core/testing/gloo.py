@@ -9,8 +9,9 @@ will. And a rank that waits on the host must run what its peers need.
 
 So each rank tells the others, through the store of the job, how many gathers it is ready to enter,
 how many of these it needs, and whether it waits on the host. One that wants to run ahead waits
-until all are ready, or until one that waits on the host is not. One that waits in an exchange of
-its ``GlooAgreement`` runs what others need or are ready for, too.
+until all are ready, or until one that waits on the host says that it is not: it has looked, after
+it was asked, for what it has to queue meanwhile. One that waits in an exchange of its
+``GlooAgreement`` runs what others need, or run ahead to.
 
 What runs when is thus decided by the program, the mode and the seed, and not by time: a failing
 seed replays.
@@ -47,30 +48,34 @@ T = TypeVar("T")
 _POLL_S = 0.0002
 # A peer that waits for us in a collective of the model's own tells us nothing; after so long
 # nothing runs ahead any more.
-_PATIENCE_S = 2.0
+_PATIENCE_S = 5.0
+_NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What a rank tells the others of one group, in numbers of gathers.
+    """What a rank tells the others of one group.
 
     Attributes:
-        ready: So many may be entered as far as this rank is concerned.
-        needed: So many this rank cannot do without.
-        waits: Whether it waits on the host.
+        ready: So many gathers may be entered as far as this rank is concerned.
+        needed: So many it cannot do without.
+        asks: How often it has asked whether all come.
+        heard: Where it waits on the host: how often each rank had asked when it last looked for
+            what it is to queue meanwhile. Else empty.
     """
 
     ready: int = 0
     needed: int = 0
-    waits: bool = False
+    asks: int = 0
+    heard: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.ready} {self.needed} {int(self.waits)}"
+        return " ".join(map(str, (self.ready, self.needed, self.asks, *self.heard)))
 
     @classmethod
     def parse(cls, text: str) -> _State:
-        ready, needed, waits = map(int, text.split())
-        return cls(ready, needed, bool(waits))
+        ready, needed, asks, *heard = map(int, text.split())
+        return cls(ready, needed, asks, tuple(heard))
 
 
 class GlooGather(Collective):
@@ -87,8 +92,10 @@ class GlooGather(Collective):
         self._tickets: list[Ticket] = []
         self._num_done = 0
         self._runs_ahead = True
+        self._num_asks = 0
+        self._heard: tuple[int, ...] = ()
         self._state: _State | None = None
-        self._tell(_State())
+        self._tell(0)
         # An offload that is forgotten without disable() takes its group along.
         self._finalizer = weakref.finalize(self, release_group, group)
         self._finalizer.atexit = False
@@ -106,37 +113,46 @@ class GlooGather(Collective):
     def _gather(
         self, number: int, out: torch.Tensor, shard: torch.Tensor, group: ProcessGroup
     ) -> None:
-        self._tell(_State(number + 1, number + 1))
+        self._tell(number + 1, number + 1)
         all_gather_bytes(out, shard, group=group)
         self._num_done = number + 1
 
     def _come(self, number: int) -> bool:
         """Return whether all peers come to the gather that nothing here needs."""
         # See [Note: who waits for whom].
-        if not self._runs_ahead:
-            return False
-        self._tell(_State(number + 1, self._num_done))
+        self._num_asks += 1
+        self._tell(number + 1)
         deadline = time.monotonic() + _PATIENCE_S
-        while True:
+        while self._runs_ahead:
             peers = self._hear()
             if all(peer.ready > number for peer in peers):
                 return True
-            if any(peer.waits and peer.ready <= number for peer in peers):
+            if any(self._will_not_come(peer, number) for peer in peers):
                 break
-            if time.monotonic() > deadline:
-                self._runs_ahead = False
-                break
+            self._runs_ahead = time.monotonic() < deadline
             time.sleep(_POLL_S)
-        self._tell(_State(self._num_done, self._num_done))
+        self._tell(self._num_done)
         return False
 
+    def _will_not_come(self, peer: _State, number: int) -> bool:
+        answered = bool(peer.heard) and peer.heard[self.rank] >= self._num_asks
+        return answered and peer.ready <= number
+
+    def listen(self) -> None:
+        """Note what the peers ask, before what has to be queued meanwhile is looked for."""
+        if self._group is not None:
+            self._heard = tuple(state.asks for state in self._hear(everyone=True))
+
     def serve(self) -> None:
-        """Run the gathers that peers need or all are ready for, as far as they are queued here."""
+        """Run the gathers that peers need or run ahead to, as far as they are queued here."""
         if self._group is None or not self._peers:
             return
-        self._tell(_State(len(self._tickets), self._num_done, True))
+        self._tell(len(self._tickets), heard=self._heard)
         peers = self._hear()
-        asked = max(*(peer.needed for peer in peers), min(peer.ready for peer in peers))
+        asked = max(peer.needed for peer in peers)
+        if not all(peer.heard for peer in peers):
+            # One may run ahead, and we are all it waits for.
+            asked = max(asked, min(peer.ready for peer in peers))
         while self._num_done < min(asked, len(self._tickets)):
             ticket = self._tickets[self._num_done]
             self._backend.world.drive(ticket)
@@ -147,19 +163,25 @@ class GlooGather(Collective):
     def leave(self) -> None:
         """Tell the others that the host waits no longer."""
         if self._group is not None:
-            self._tell(_State(self._num_done, self._num_done))
+            self._tell(self._num_done)
 
-    def _tell(self, state: _State) -> None:
+    def _tell(self, ready: int, needed: int | None = None, heard: tuple[int, ...] = ()) -> None:
+        needed = self._num_done if needed is None else needed
+        state = _State(ready, needed, self._num_asks, heard)
         if state != self._state:
             self._store.set(f"{self._key}/{self.rank}", str(state))
             self._state = state
 
-    def _hear(self) -> list[_State]:
-        texts = [self._store.get(f"{self._key}/{rank}").decode() for rank in self._peers]
+    def _hear(self, *, everyone: bool = False) -> list[_State]:
+        ranks = range(self.size) if everyone else self._peers
+        texts = [self._store.get(f"{self._key}/{rank}").decode() for rank in ranks]
         return [_State.parse(text) for text in texts]
 
     def close(self) -> None:
         """Destroy the group; local."""
+        if self._group is not None:
+            # Whoever would run ahead need not wait for us.
+            self._tell(self._num_done, heard=(_NEVER,) * self.size)
         self._group = None
         self._finalizer()
 
@@ -203,9 +225,7 @@ class GlooAgreement(GroupAgreement):
         """Return every rank's ``value``, in rank order; run meanwhile what the peers need."""
 
         def serve() -> None:
-            if meanwhile is not None:
-                meanwhile()
-            self._backend.serve()
+            self._backend.serve(meanwhile)
 
         # What the exchange does with tensors is no compute, though it may stand in compute().
         with self._backend.world.held(), _disable_current_modes():

@@ -34,7 +34,13 @@ MODES = ("late", "eager", "random")
 
 
 class World(Turns):
-    """All queues and ranks, and the mode in which they run."""
+    """All queues and ranks, and the mode in which they run.
+
+    Attributes:
+        collectives: Names of the collectives of each simulated rank, in order.
+        num_steps: Steps that ran.
+        schedule: Whose they were, in order.
+    """
 
     def __init__(
         self,
@@ -70,6 +76,7 @@ class World(Turns):
         self.boards: dict[Any, dict[int, Any]] = {}
         self.collectives: list[list[str]] = [[] for _ in range(size)]
         self.num_steps = 0
+        self.schedule: list[str] = []
         self.lock = threading.RLock()
         self._early = frozenset(early)
         self._held = False
@@ -197,6 +204,7 @@ class World(Turns):
         for each in queues:
             each.steps.popleft()
         self.num_steps += 1
+        self.schedule.append(queue.name)
         try:
             if step.wait is not None:
                 step.wait.check()
