@@ -63,6 +63,7 @@ class SimBackend(Backend):
     Attributes:
         host_syncs: Every named wait of the host so far.
         is_served: Whether a ``GlooAgreement`` lets this rank serve its peers.
+        num_exchanges: How many exchanges of a ``GlooAgreement`` it has come to.
     """
 
     name = "cpu"
@@ -103,6 +104,7 @@ class SimBackend(Backend):
         self.capabilities = Capabilities(alignment=alignment, host_blocks=not host_ahead)
         self.host_syncs: list[str] = []
         self.is_served = False
+        self.num_exchanges = 0
         self._real = CpuBackend()
         self.device_memory = DeviceMemory(self._real)
         self._poison = poison

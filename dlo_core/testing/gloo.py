@@ -34,7 +34,7 @@ from dlo_core.interface import Collective
 from dlo_core.rendezvous import default_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch.distributed import ProcessGroup
@@ -60,22 +60,40 @@ class _State:
         ready: So many gathers may be entered as far as this rank is concerned.
         needed: So many it cannot do without.
         asks: How often it has asked whether all come.
-        heard: Where it waits on the host: how often each rank had asked when it last looked for
-            what it is to queue meanwhile. Else empty.
+        exchanges: How many it has come to.
+        heard: Where it waits in an exchange: how often each rank that has not come there had asked
+            when it last looked for what it is to queue meanwhile. Else empty.
     """
 
     ready: int = 0
     needed: int = 0
     asks: int = 0
+    exchanges: int = 0
     heard: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return " ".join(map(str, (self.ready, self.needed, self.asks, *self.heard)))
+        numbers = (self.ready, self.needed, self.asks, self.exchanges, *self.heard)
+        return " ".join(map(str, numbers))
+
+    def has_heard(self, rank: int, num_asks: int) -> bool:
+        """Return whether it waits on the host, and knows how often ``rank`` has asked by now."""
+        return bool(self.heard) and self.heard[rank] >= num_asks
 
     @classmethod
     def parse(cls, text: str) -> _State:
-        ready, needed, asks, *heard = map(int, text.split())
-        return cls(ready, needed, asks, tuple(heard))
+        ready, needed, asks, exchanges, *heard = map(int, text.split())
+        return cls(ready, needed, asks, exchanges, tuple(heard))
+
+
+def _num_ready(states: Sequence[_State]) -> int:
+    """Return how many gathers all ranks are ready for, one of which runs ahead; 0: none does.
+
+    What a rank said that waited on the host counts only if it was asked: it may have left by now.
+    """
+    asking = {rank: state.asks for rank, state in enumerate(states) if not state.heard}
+    waiting = [state for state in states if state.heard]
+    known = all(state.has_heard(*ask) for state in waiting for ask in asking.items())
+    return min(state.ready for state in states) if asking and known else 0
 
 
 class GlooGather(Collective):
@@ -88,7 +106,6 @@ class GlooGather(Collective):
         self._group: ProcessGroup | None = group
         self._store = default_store()
         self._key = f"dlo-sim/{group.group_name}"
-        self._peers = [rank for rank in range(self.size) if rank != self.rank]
         self._tickets: list[Ticket] = []
         self._num_done = 0
         self._runs_ahead = True
@@ -124,10 +141,10 @@ class GlooGather(Collective):
         self._tell(number + 1)
         deadline = time.monotonic() + _PATIENCE_S
         while self._runs_ahead:
-            peers = self._hear()
-            if all(peer.ready > number for peer in peers):
+            states = self._hear()
+            if _num_ready(states) > number:
                 return True
-            if any(self._will_not_come(peer, number) for peer in peers):
+            if any(self._will_not_come(peer, number) for peer in states):
                 break
             self._runs_ahead = time.monotonic() < deadline
             time.sleep(_POLL_S)
@@ -135,30 +152,33 @@ class GlooGather(Collective):
         return False
 
     def _will_not_come(self, peer: _State, number: int) -> bool:
-        answered = bool(peer.heard) and peer.heard[self.rank] >= self._num_asks
-        return answered and peer.ready <= number
+        return peer.has_heard(self.rank, self._num_asks) and peer.ready <= number
 
     def listen(self) -> None:
         """Note what the peers ask, before what has to be queued meanwhile is looked for."""
         if self._group is not None:
-            self._heard = tuple(state.asks for state in self._hear(everyone=True))
+            # Whoever came here and went on is not ours to serve: we are about to go on, too.
+            self._heard = tuple(
+                state.asks if self._is_awaited(state) else -1 for state in self._hear()
+            )
 
     def serve(self) -> None:
         """Run the gathers that peers need or run ahead to, as far as they are queued here."""
-        if self._group is None or not self._peers:
+        if self._group is None:
             return
         self._tell(len(self._tickets), heard=self._heard)
-        peers = self._hear()
-        asked = max(peer.needed for peer in peers)
-        if not all(peer.heard for peer in peers):
-            # One may run ahead, and we are all it waits for.
-            asked = max(asked, min(peer.ready for peer in peers))
+        states = self._hear()
+        needed = [state.needed for state in states if self._is_awaited(state)]
+        asked = max(_num_ready(states), *needed, 0)
         while self._num_done < min(asked, len(self._tickets)):
             ticket = self._tickets[self._num_done]
             self._backend.world.drive(ticket)
             if ticket.error is not None or not ticket.reached:
                 # Whoever needs the gather here is told.
                 return
+
+    def _is_awaited(self, state: _State) -> bool:
+        return state.exchanges < self._backend.num_exchanges
 
     def leave(self) -> None:
         """Tell the others that the host waits no longer."""
@@ -167,14 +187,14 @@ class GlooGather(Collective):
 
     def _tell(self, ready: int, needed: int | None = None, heard: tuple[int, ...] = ()) -> None:
         needed = self._num_done if needed is None else needed
-        state = _State(ready, needed, self._num_asks, heard)
+        state = _State(ready, needed, self._num_asks, self._backend.num_exchanges, heard)
         if state != self._state:
             self._store.set(f"{self._key}/{self.rank}", str(state))
             self._state = state
 
-    def _hear(self, *, everyone: bool = False) -> list[_State]:
-        ranks = range(self.size) if everyone else self._peers
-        texts = [self._store.get(f"{self._key}/{rank}").decode() for rank in ranks]
+    def _hear(self) -> list[_State]:
+        """Return every rank's state, by rank."""
+        texts = [self._store.get(f"{self._key}/{rank}").decode() for rank in range(self.size)]
         return [_State.parse(text) for text in texts]
 
     def close(self) -> None:
@@ -228,9 +248,14 @@ class GlooAgreement(GroupAgreement):
             self._backend.serve(meanwhile)
 
         # What the exchange does with tensors is no compute, though it may stand in compute().
+        self._backend.num_exchanges += 1
         with self._backend.world.held(), _disable_current_modes():
             try:
-                return super().exchange(value, what, timeout_s, meanwhile=serve)
+                answers = super().exchange(value, what, timeout_s, meanwhile=serve)
+                # What was announced before the peers came is queued now, if it was not seen before.
+                if meanwhile is not None:
+                    meanwhile()
+                return answers
             finally:
                 self._backend.stop_serving()
 
