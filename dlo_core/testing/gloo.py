@@ -130,7 +130,8 @@ class GlooGather(Collective):
     def _gather(
         self, number: int, out: torch.Tensor, shard: torch.Tensor, group: ProcessGroup
     ) -> None:
-        self._tell(number + 1, number + 1)
+        # Where a rank serves the others it still waits on the host.
+        self._tell(number + 1, number + 1, self._heard)
         all_gather_bytes(out, shard, group=group)
         self._num_done = number + 1
 
@@ -182,6 +183,7 @@ class GlooGather(Collective):
 
     def leave(self) -> None:
         """Tell the others that the host waits no longer."""
+        self._heard = ()
         if self._group is not None:
             self._tell(self._num_done)
 
