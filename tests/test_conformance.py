@@ -104,6 +104,7 @@ class TestLateSim(SimSuite):
     pass
 
 
+@pytest.mark.slow
 class TestLateSimWhoseHostRunsAhead(SimSuite):
     host_ahead = True
 
@@ -200,6 +201,7 @@ def member_of_job(mode: str, group: Any) -> Member:
     return Member(backend, rank, size, agreement, new_collective, agreement.barrier)
 
 
+@pytest.mark.slow
 class TestLateSimOverGloo(SimOverGlooConformance):
     mode = "late"
 

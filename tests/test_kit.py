@@ -105,7 +105,7 @@ CASES = list(itertools.product((1, 2, 3), (2, 0), MODES))
 def test_the_engine_as_it_is_has_no_race_and_no_host_sync(
     ranks: int, stages: int, mode: str
 ) -> None:
-    for depth in (2, 3):
+    for depth in (2, 3) if ranks < 3 else (2,):
         run = Run(ranks=ranks, stages=stages, mode=mode, depth=depth)()
         assert run.races == []
         assert run.host_syncs == [[]] * ranks
@@ -120,7 +120,9 @@ def test_forwards_on_several_compute_streams_have_no_race() -> None:
         assert run.races == []
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))]
+)
 @pytest.mark.parametrize("stages", [2, 0])
 def test_no_random_schedule_changes_a_bit(seed: int, stages: int) -> None:
     def build() -> nn.Module:
@@ -257,6 +259,7 @@ def test_two_models_in_one_pool_have_no_race() -> None:
     def rank_fn(rank: int) -> None:
         recorder = Recorder()
         backend = SimBackend(world, rank, recorder=recorder)
+        torch.manual_seed(0)
         models = [make_toy(3, seed=1), Toy([WideBlock() for _ in range(4)])]
         for model in models:
             model.requires_grad_(False)

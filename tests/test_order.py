@@ -161,10 +161,17 @@ def count_wrong(mode: str, runs: Sequence[Callable[[], Any]], size: int = 2) -> 
     return child(0) if mode == LOCAL else sum(run_ranks(child, size))
 
 
-def worlds(num_seeds: int = 0) -> list[World]:
-    """Return worlds with every choice of early streams, and some with a random order."""
-    made = [World(early=early) for early in EVERY_EARLY]
-    return made + [World(mode="random", seed=seed) for seed in range(num_seeds)]
+def worlds(choice: str, num_seeds: int = 0) -> list[World]:
+    """Return worlds with some or every choice of early streams, and with random orders."""
+    early = EVERY_EARLY if choice == "every" else EVERY_EARLY[:: len(EVERY_EARLY) - 1]
+    seeds = range(num_seeds if choice == "every" else 1)
+    made = [World(early=streams) for streams in early]
+    return made + [World(mode="random", seed=seed) for seed in seeds]
+
+
+SOME_OR_EVERY = pytest.mark.parametrize(
+    "choice", ["some", pytest.param("every", marks=pytest.mark.slow)]
+)
 
 
 PROGRAMS: dict[str, Calls] = {
@@ -176,10 +183,14 @@ PROGRAMS: dict[str, Calls] = {
 }
 
 
+@SOME_OR_EVERY
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_bits_are_right_however_late_or_early_streams_run(program: str, mode: str) -> None:
-    runs = [partial(run_program, mode, world, calls=PROGRAMS[program]) for world in worlds(3)]
+def test_bits_are_right_however_late_or_early_streams_run(
+    program: str, mode: str, choice: str
+) -> None:
+    calls = PROGRAMS[program]
+    runs = [partial(run_program, mode, world, calls=calls) for world in worlds(choice, 8)]
     assert count_wrong(mode, runs) == 0
 
 
@@ -188,27 +199,30 @@ def test_bits_are_right_however_late_or_early_streams_run(program: str, mode: st
 def test_bits_are_right_for_any_number_of_blocks_and_slots(depth: int, mode: str) -> None:
     runs = [
         partial(run_program, mode, World(early=early), n=n, depth=depth)
-        for n in (1, 2, 3, 4, 7)
-        for early in (LATE, (COPY, COMM))
+        for n, early in ((1, LATE), (2, LATE), (3, (COPY, COMM)), (4, LATE), (7, (COPY, COMM)))
     ]
     assert count_wrong(mode, runs) == 0
 
 
+@SOME_OR_EVERY
 @pytest.mark.parametrize("calls", [SKIPPING, SKIPPING_AT_FIRST])
 @pytest.mark.parametrize("mode", [STAGED, IN_PLACE])
 def test_bits_are_right_where_one_rank_skips_what_the_other_computes(
-    mode: str, calls: Calls
+    mode: str, calls: Calls, choice: str
 ) -> None:
     runs = [
-        partial(run_program, mode, world, calls=calls, whole_elsewhere=True) for world in worlds(1)
+        partial(run_program, mode, world, calls=calls, whole_elsewhere=True)
+        for world in worlds(choice, 8)
     ]
     assert count_wrong(mode, runs) == 0
 
 
+@SOME_OR_EVERY
 @pytest.mark.parametrize("mode", MODES)
-def test_bits_are_right_where_two_models_take_turns_in_the_slots(mode: str) -> None:
+def test_bits_are_right_where_two_models_take_turns_in_the_slots(mode: str, choice: str) -> None:
     runs = [
-        partial(run_program, mode, world, n=4, num_models=2, calls=[None] * 6) for world in worlds()
+        partial(run_program, mode, world, n=4, num_models=2, calls=[None] * 6)
+        for world in worlds(choice, 8)
     ]
     assert count_wrong(mode, runs) == 0
 

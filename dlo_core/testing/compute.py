@@ -9,6 +9,7 @@ values come when the device gets there. What cannot be known before, such as ``i
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,10 +58,9 @@ class Compute(TorchDispatchMode):
         if self._backend.world.executing:
             return func(*args, **kwargs)
         # Some of these say that they give a view, and copy all the same (reshape, contiguous).
-        with self:
-            done = func.decompose(*args, **kwargs)
-        if done is not NotImplemented:
-            return done
+        if _is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         if _only_views(func):
             return func(*args, **kwargs)
         reads, writes = _touched(func, args, kwargs)
@@ -165,6 +165,15 @@ def _without_values(form: torch.Tensor) -> torch.Tensor:
     return made.fill_(torch.nan) if made.is_floating_point() else made
 
 
+@cache
+def _is_composite(func: Any) -> bool:
+    """Return whether torch makes the operation of others."""
+    key: Any = torch._C.DispatchKey.CompositeImplicitAutograd
+    kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    return kernel or key in func.py_kernels
+
+
+@cache
 def _only_views(func: Any) -> bool:
     """Return whether the operation only makes another view and touches no byte."""
     returns = func._schema.returns

@@ -116,6 +116,7 @@ class Queue:
         with self.world.lock:
             if self.error is None:
                 self.steps.append(step)
+                self.world.uses.update(step.storages)
             elif step.reach is not None:
                 step.reach.reach(self.world.num_steps, self.error)
             self.world.moved()
@@ -126,6 +127,7 @@ class Queue:
         # Its frames hold what the work held.
         self.error = error.with_traceback(None)
         for step in self.steps:
+            self.world.uses.subtract(step.storages)
             if step.reach is not None:
                 step.reach.reach(self.world.num_steps, self.error)
         self.steps.clear()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ class World(Turns):
         collectives: Names of the collectives of each simulated rank, in order.
         num_steps: Steps that ran.
         schedule: Whose they were, in order.
+        uses: How many queued steps touch a storage, by its address.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class World(Turns):
         self.collectives: list[list[str]] = [[] for _ in range(size)]
         self.num_steps = 0
         self.schedule: list[str] = []
+        self.uses: Counter[int] = Counter()
         self.lock = threading.RLock()
         self._early = frozenset(early)
         self._held = False
@@ -91,8 +94,7 @@ class World(Turns):
 
     def pending(self, storage: int) -> bool:
         """Return whether a queued step touches ``storage``."""
-        with self.lock:
-            return any(storage in step.storages for queue in self.queues for step in queue.steps)
+        return self.uses[storage] > 0
 
     def after_put(self) -> None:
         """Run what the mode wants to run now."""
@@ -202,7 +204,7 @@ class World(Turns):
         if step.meeting is not None:
             queues = list(step.meeting.arrived.values())
         for each in queues:
-            each.steps.popleft()
+            self.uses.subtract(each.steps.popleft().storages)
         self.num_steps += 1
         self.schedule.append(queue.name)
         try:
