@@ -15,7 +15,7 @@ from toys import TOYS, inputs, make_toy, twin
 import dlo_core as dlo
 from dlo_core import engine as engine_module
 from dlo_core.cpu_stream import StreamError
-from dlo_core.errors import DloError
+from dlo_core.errors import BackendError, DloError
 from dlo_core.tape import Tape
 from dlo_core.testing import GlooAgreement, Recorder, SimBackend, World, run_ranks
 from dlo_core.transfer import StagedTransfer
@@ -110,10 +110,8 @@ def run_all(runs: Sequence[Callable[[int], Outcome]], size: int = 2) -> list[lis
 
 def modes(*, seeds: int = 2, **settings: Any) -> list[Callable[[int], Outcome]]:
     """Return runs in every mode, the random one with some seeds."""
-    fixed = [partial(run_once, mode=mode, **settings) for mode in ("late", "eager")]
-    return fixed + [
-        partial(run_once, mode="random", seed=seed, **settings) for seed in range(seeds)
-    ]
+    which = [("late", 0), ("eager", 0), *(("random", seed) for seed in range(seeds))]
+    return [partial(run_once, mode=mode, seed=seed, **settings) for mode, seed in which]
 
 
 @pytest.mark.parametrize(
@@ -227,6 +225,14 @@ def test_a_slot_chosen_by_block_number_is_found(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engine_module, "Tape", SlotByBlock)
     for outcome in itertools.chain(*run_all(modes(skips=WHOLE))):
         assert outcome.found, "nobody noticed"
+
+
+def test_a_plain_group_is_refused_on_every_rank() -> None:
+    def child(rank: int) -> None:
+        with pytest.raises(BackendError, match=r"group=GlooAgreement\(backend\)"):
+            dlo.offload(make_toy(), device=SimBackend(), group=torch.distributed.group.WORLD)
+
+    run_ranks(child, 2)
 
 
 # --- replay ---------------------------------------------------------------------------------------

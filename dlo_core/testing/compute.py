@@ -4,7 +4,8 @@ The recorder is told what they read and write; where the host runs ahead they ar
 
 An operation that is queued gives its results at once, with the right form and NaN in them; the
 values come when the device gets there. What cannot be known before, such as ``item()`` or
-``torch.equal``, makes the host wait, as on a device.
+``torch.equal``, makes the host wait, as on a device; ``tolist()`` and ``numpy()``, which go past
+torch's dispatcher, do not.
 """
 
 from __future__ import annotations
