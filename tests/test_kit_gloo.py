@@ -216,6 +216,29 @@ def test_a_missing_wait_or_record_is_found(fault: str, monkeypatch: pytest.Monke
     assert_found(stages)
 
 
+# This one orders several compute streams; nothing of the others is for a lone rank only.
+SEVERAL_COMPUTE_STREAMS = "Transfer.acquire: stream.wait_event(slot.drained)"
+GATHERING = [
+    str(site)
+    for site in sites()
+    if not site.timing_only
+    and not site.owner.startswith("LocalTransfer")
+    and str(site) != SEVERAL_COMPUTE_STREAMS
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("site", GATHERING)
+def test_no_wait_or_record_is_gone_without_a_race(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, site)
+    stages = IN_PLACE if site.startswith("InPlaceTransfer") else STAGED
+    skips: list[list[Sequence[int]]] = [[(), (0, 1, 2, 3, 4), ()], [()] * 3]
+    runs = modes(stages=stages, skips=skips)
+    assert any("race" in rank.found for rank in itertools.chain(*run_all(runs)))
+
+
 def test_filled_recorded_on_the_wrong_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "StagedTransfer", WrongStream)
     assert_found(STAGED)
