@@ -19,8 +19,7 @@ from toys import Block, Toy, assert_restored, inputs, make_toy, snapshot, twin
 import dlo_core as dlo
 from dlo_core.cpu import CpuBackend
 from dlo_core.errors import CheckpointError, ConfigError, FillError
-from dlo_core.testing import Recorder, SimAgreement, SimBackend, World
-from dlo_core.testing.world import MODES
+from dlo_core.testing import MODES, Recorder, SimAgreement, SimBackend, World
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +38,7 @@ def test_a_slot_is_overwritten_only_after_the_stream_that_read_it(mode: str) -> 
     resident = twin(model)
     recorder.watch(dlo.offload(model, device=backend))
     mine = backend.new_compute_stream("the user's stream")
-    with torch.inference_mode(), recorder.compute(), backend.stream(mine):
+    with torch.inference_mode(), backend.compute(), backend.stream(mine):
         for number in range(3):
             assert torch.equal(model(inputs(number)), resident(inputs(number)))
     recorder.check()
@@ -186,7 +185,7 @@ def test_disable_right_after_a_forward_reads_nothing_that_is_under_way(
         group = SimAgreement(world, rank) if ranks > 1 else None
         offloaded = dlo.offload(model, device=backend, group=group)
         recorder.watch(offloaded)
-        with torch.inference_mode(), recorder.compute():
+        with torch.inference_mode(), backend.compute():
             model(inputs(rank))
         offloaded.disable()
         recorder.check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import re
 import resource
 from functools import partial
@@ -11,30 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+import torch
 from test_dlo_toy import TestToyAllocator, TestToyBackend, TestToyCollective
 
 from dlo_core import registry
 from dlo_core.cpu import CpuBackend
 from dlo_core.errors import BackendError, HostMemoryError
 from dlo_core.pages import PageableAllocator
-from dlo_core.testing.backend import SimAgreement, SimBackend
+from dlo_core.testing import GlooAgreement, SimAgreement, SimBackend, World, run_ranks
 from dlo_core.testing.conformance import (
     AllocatorConformance,
     BackendConformance,
     CollectiveConformance,
     Member,
 )
-from dlo_core.testing.conformance.checks import CheckConformance
-from dlo_core.testing.conformance.copies import CopyConformance
-from dlo_core.testing.conformance.engine import EngineConformance
-from dlo_core.testing.conformance.events import EventConformance
-from dlo_core.testing.conformance.streams import StreamConformance
-from dlo_core.testing.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
+    from collections.abc import Callable, Iterator
 
     from dlo_core.interface import Backend, Collective, PinnedAllocator
     from dlo_core.testing.conformance.collective import OnRanks
@@ -133,61 +125,52 @@ def backend_of_rank(kind: str, rank: int) -> Backend:
 # --- simulations ----------------------------------------------------------------------------------
 
 
-class LateSuite(StreamConformance, EventConformance, CheckConformance, EngineConformance):
+class SimSuite(BackendConformance):
     real_time = False
     mode = "late"
-    known_limits: ClassVar = {
-        "test_the_current_stream_is_per_thread": "a simulated rank is one thread",
-        "test_waiting_on_the_compute_stream_holds_the_host_as_declared": (
-            "compute is the host, which brings about what it waits for"
-        ),
-        "test_work_that_cannot_be_done_is_an_error_for_whoever_waits": (
-            "work that fails raises once, in whoever runs it"
-        ),
-    }
+    host_ahead = False
 
     @pytest.fixture
-    def backend(self) -> Backend:
-        return SimBackend(World(mode=self.mode))
+    def backend(self) -> Iterator[Backend]:
+        backend = SimBackend(World(mode=self.mode), host_ahead=self.host_ahead)
+        with backend.compute():
+            yield backend
 
-    def test_threads_use_streams_of_their_own_at_once(self, *args: Any, **kwargs: Any) -> None:
-        pytest.skip("a simulated rank is one thread")
 
-
-class TestLateSim(CopyConformance, LateSuite):
+class TestLateSim(SimSuite):
     pass
 
 
 @pytest.mark.slow
-class TestEagerSim(LateSuite):
-    mode = "eager"
+class TestLateSimWhoseHostRunsAhead(SimSuite):
+    host_ahead = True
+
+
+class EarlySuite(SimSuite):
+    # The time at which queued work is done is the mode's to choose.
     known_limits: ClassVar = {
-        "test_the_current_stream_is_per_thread": "a simulated rank is one thread",
-        "test_waiting_on_the_compute_stream_holds_the_host_as_declared": "all is done at once",
         "test_queued_work_does_not_hold_the_host": "all is done at once",
         "test_asking_a_check_never_waits": "all is done at once",
     }
 
 
 @pytest.mark.slow
-class TestRandomSim(LateSuite):
+class TestEagerSim(EarlySuite):
+    mode = "eager"
+
+
+@pytest.mark.slow
+class TestRandomSim(SimSuite):
     mode = "random"
-    known_limits: ClassVar = {
-        name: reason
-        for name, reason in LateSuite.known_limits.items()
-        # Some seeds run the work at once, and then it is refused at once.
-        if name != "test_work_that_cannot_be_done_is_an_error_for_whoever_waits"
-    }
 
     def test_queued_work_does_not_hold_the_host(self, *args: Any, **kwargs: Any) -> None:
         pytest.skip("the seed decides whether queued work is done at once")
 
 
 class SimCollectiveConformance(CollectiveConformance):
+    """Ranks of one world, which are threads."""
+
     mode = ""
-    known_limits: ClassVar = {
-        "test_a_gather_runs_on_the_compute_stream_too": "a simulation gathers on side streams only"
-    }
 
     @pytest.fixture
     def on_ranks(self) -> OnRanks:
@@ -195,23 +178,19 @@ class SimCollectiveConformance(CollectiveConformance):
             if outsiders:
                 pytest.skip("the group of a simulation is its job")
             world = World(size, mode=self.mode)
-            world.run_ranks(lambda rank: check(sim_member(world, rank), *args))
+            world.run_ranks(lambda rank: check(member_of_world(world, rank), *args))
 
         return on_ranks
 
 
-def sim_member(world: World, rank: int) -> Member:
+def member_of_world(world: World, rank: int) -> Member:
     """Return a member whose group is the world."""
     backend, agreement = SimBackend(world, rank), SimAgreement(world, rank)
-    numbers = itertools.count()
 
     def new_collective() -> Collective:
         return backend.collective(agreement.new_group("simulated", 1.0))
 
-    def barrier() -> None:
-        agreement.exchange(next(numbers), "barrier")
-
-    return Member(backend, rank, world.size, agreement, new_collective, barrier)
+    return Member(backend, rank, world.size, agreement, new_collective, agreement.barrier)
 
 
 class TestLateSimCollective(SimCollectiveConformance):
@@ -225,6 +204,52 @@ class TestEagerSimCollective(SimCollectiveConformance):
 
 @pytest.mark.slow
 class TestRandomSimCollective(SimCollectiveConformance):
+    mode = "random"
+
+
+class SimOverGlooConformance(CollectiveConformance):
+    """Ranks that are processes of a gloo job."""
+
+    mode = ""
+
+    @pytest.fixture
+    def on_ranks(self) -> OnRanks:
+        def on_ranks(check: Callable[..., None], size: int, *args: Any, outsiders: int = 0) -> None:
+            def child(rank: int) -> None:
+                members = list(range(outsiders, outsiders + size))
+                group = torch.distributed.new_group(members)
+                if rank in members:
+                    check(member_of_job(self.mode, group), *args)
+
+            run_ranks(child, outsiders + size)
+
+        return on_ranks
+
+
+def member_of_job(mode: str, group: Any) -> Member:
+    """Return a member whose group is ``group``."""
+    backend = SimBackend(World(mode=mode))
+    agreement = GlooAgreement(backend, group)
+
+    def new_collective() -> Collective:
+        return backend.collective(agreement.new_group("gloo", 15.0))
+
+    rank, size = agreement.rank, agreement.size
+    return Member(backend, rank, size, agreement, new_collective, agreement.barrier)
+
+
+@pytest.mark.slow
+class TestLateSimOverGloo(SimOverGlooConformance):
+    mode = "late"
+
+
+@pytest.mark.slow
+class TestEagerSimOverGloo(SimOverGlooConformance):
+    mode = "eager"
+
+
+@pytest.mark.slow
+class TestRandomSimOverGloo(SimOverGlooConformance):
     mode = "random"
 
 

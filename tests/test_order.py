@@ -1,110 +1,147 @@
 """The order of work: right bits however late or early streams run, and no wait that is not needed.
 
-On the late device (``late.py``) each of the waits and records in ``transfer.py`` that order data is
-taken out in turn, and some choice of eager streams then gives wrong bits. A new one without its
+The real engine runs on the testing kit's backend, rank-local and on forked gloo ranks, with a host
+that runs ahead of compute. Each of the waits and records in ``transfer.py`` that order data is
+taken out in turn, and some choice of early streams then gives wrong bits. A new one without its
 case here fails a test, too.
 """
 
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import types
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from late import LateBackend, LateToy
-from ranks import run_ranks
+from torch import nn
+from toys import twin
 
-import dlo_core.binding
 import dlo_core.engine
 import dlo_core.transfer
 from dlo_core import offload
 from dlo_core.errors import FillError
+from dlo_core.testing import GlooAgreement, Recorder, SimBackend, World, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    Eager = tuple[str, ...]
+    Early = tuple[str, ...]
     Calls = Sequence[Sequence[int] | None]
 
-
-@pytest.fixture(autouse=True)
-def compute_that_keeps_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The late device's queue of compute holds tensors and writes late, as no device does."""
-    monkeypatch.setattr(dlo_core.binding, "buffer_state", lambda buffer: (0, 0))
-
-
+# The streams of one offload, as World(early=...) knows them.
+COPY, COMM, COMPUTE = "stream 0", "stream 1", "compute"
 LOCAL, STAGED, IN_PLACE = "local", "staged", "in place"
 MODES = (LOCAL, STAGED, IN_PLACE)
-LATE: Eager = ()
-EVERY_EAGER: tuple[Eager, ...] = (
+LATE: Early = ()
+EVERY_EARLY: tuple[Early, ...] = (
     LATE,
-    ("copy",),
-    ("comm",),
-    ("compute",),
-    ("copy", "comm"),
-    ("copy", "comm", "compute"),
+    (COPY,),
+    (COMM,),
+    (COMPUTE,),
+    (COPY, COMM),
+    (COPY, COMM, COMPUTE),
 )
 WHOLE: Calls = (None, None, None)
-# The first pass is whole: the ranks agree after it, and there one thread cannot gather meanwhile.
 SKIPPING: Calls = (None, (), (0, 4), (1,), None)
+SKIPPING_AT_FIRST: Calls = ((1, 3), (), (4,), None)
+
+
+class Kernel(nn.Module):
+    """A block of one matrix and one vector."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+        self.bias = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what no other block returns."""
+        return torch.addmm(self.bias, x, self.weight).tanh()
+
+
+class Program(nn.Module):
+    """Blocks that run as each call says."""
+
+    dlo_blocks = ("blocks",)
+
+    def __init__(self, n: int, seed: int = 0, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(Kernel(width) for _ in range(n))
+        self.scale = nn.Parameter(torch.rand(width))
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, calls: Sequence[int] | None = None) -> torch.Tensor:
+        """Run the blocks of ``calls``, all by default; a negative number raises."""
+        for number in range(len(self.blocks)) if calls is None else calls:
+            if number < 0:
+                raise ArithmeticError("the program says so")
+            x = self.blocks[number](x)
+        return x * self.scale
 
 
 @torch.no_grad()
-def run_late(
+def run_program(
     mode: str,
-    backend: LateBackend,
+    world: World,
     *,
     n: int = 5,
     depth: int = 2,
     calls: Calls = WHOLE,
     whole_elsewhere: bool = False,
     num_models: int = 1,
+    recorder: Recorder | None = None,
 ) -> list[torch.Tensor]:
-    """Run passes on the late device without a wait of the host; return what differs.
+    """Run passes without a wait of the host; return what differs from the resident run.
 
     Args:
         mode: With or without a gather over all ranks, staged or in place.
-        backend: The device.
+        world: Decides the order.
         n: Blocks.
         depth: Slots.
         calls: The blocks of each pass; None is all.
         whole_elsewhere: Whether only rank 0 does so, and the others run whole passes.
         num_models: Models that take turns; each has a block less than the one before.
+        recorder: Is told of everything.
     """
     if whole_elsewhere and dist.get_rank():
         calls = [None] * len(calls)
-    models = [LateToy(n - number, seed=number) for number in range(num_models)]
-    resident = copy.deepcopy(models)
+    models = [Program(n - number, seed=number) for number in range(num_models)]
+    resident = [twin(model) for model in models]
+    backend = SimBackend(world, recorder=recorder, host_ahead=True)
     done = offload(
         models,
         device=backend,
-        group=None if mode == LOCAL else dist.group.WORLD,
+        group=None if mode == LOCAL else GlooAgreement(backend),
         depth=depth,
         stages=0 if mode == IN_PLACE else 2,
         timeout_s=10.0,
     )
-    backend.calls.clear()
-    got: list[torch.Tensor] = []
-    expected: list[torch.Tensor] = []
-    for number, blocks in enumerate(calls):
-        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
-        for outputs, those, device in ((got, models, backend), (expected, resident, None)):
-            try:
-                outputs.append(those[number % num_models](x, device, blocks))
-            except ArithmeticError:
-                outputs.append(x)
-    waits = Counter(backend.calls)
+    backend.host_syncs.clear()
+    with backend.compute():
+        got = run_passes(models, calls)
+        waits = list(backend.host_syncs)
+    expected = run_passes(resident, calls)
     backend.synchronize()
     done.shutdown()
     assert not waits, f"the host waited on the hot path: {waits}"
     return [a for a, b in zip(got, expected, strict=True) if not torch.equal(a, b)]
+
+
+def run_passes(models: Sequence[nn.Module], calls: Calls) -> list[torch.Tensor]:
+    """Return what each pass gives; its input where it fails."""
+    outputs = []
+    for number, blocks in enumerate(calls):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
+        try:
+            outputs.append(models[number % len(models)](x, blocks))
+        except ArithmeticError:
+            outputs.append(x)
+    return outputs
 
 
 def count_wrong(mode: str, runs: Sequence[Callable[[], Any]], size: int = 2) -> int:
@@ -124,6 +161,19 @@ def count_wrong(mode: str, runs: Sequence[Callable[[], Any]], size: int = 2) -> 
     return child(0) if mode == LOCAL else sum(run_ranks(child, size))
 
 
+def worlds(choice: str, num_seeds: int = 0) -> list[World]:
+    """Return worlds with some or every choice of early streams, and with random orders."""
+    early = EVERY_EARLY if choice == "every" else EVERY_EARLY[:: len(EVERY_EARLY) - 1]
+    seeds = range(num_seeds if choice == "every" else 1)
+    made = [World(early=streams) for streams in early]
+    return made + [World(mode="random", seed=seed) for seed in seeds]
+
+
+SOME_OR_EVERY = pytest.mark.parametrize(
+    "choice", ["some", pytest.param("every", marks=pytest.mark.slow)]
+)
+
+
 PROGRAMS: dict[str, Calls] = {
     "whole": WHOLE,
     "blocks are skipped": ((0, 2, 4), (1,), (), None, (3, 4), None),
@@ -133,12 +183,14 @@ PROGRAMS: dict[str, Calls] = {
 }
 
 
+@SOME_OR_EVERY
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_bits_are_right_however_late_or_early_streams_run(program: str, mode: str) -> None:
-    backends = [LateBackend(eager) for eager in EVERY_EAGER]
-    backends += [LateBackend(seed=seed) for seed in range(3)]
-    runs = [partial(run_late, mode, backend, calls=PROGRAMS[program]) for backend in backends]
+def test_bits_are_right_however_late_or_early_streams_run(
+    program: str, mode: str, choice: str
+) -> None:
+    calls = PROGRAMS[program]
+    runs = [partial(run_program, mode, world, calls=calls) for world in worlds(choice, 8)]
     assert count_wrong(mode, runs) == 0
 
 
@@ -146,53 +198,72 @@ def test_bits_are_right_however_late_or_early_streams_run(program: str, mode: st
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_bits_are_right_for_any_number_of_blocks_and_slots(depth: int, mode: str) -> None:
     runs = [
-        partial(run_late, mode, LateBackend(eager), n=n, depth=depth)
-        for n in (1, 2, 3, 4, 7)
-        for eager in (LATE, ("copy", "comm"))
+        partial(run_program, mode, World(early=early), n=n, depth=depth)
+        for n, early in ((1, LATE), (2, LATE), (3, (COPY, COMM)), (4, LATE), (7, (COPY, COMM)))
     ]
     assert count_wrong(mode, runs) == 0
 
 
+@SOME_OR_EVERY
+@pytest.mark.parametrize("calls", [SKIPPING, SKIPPING_AT_FIRST])
 @pytest.mark.parametrize("mode", [STAGED, IN_PLACE])
-def test_bits_are_right_where_one_rank_skips_what_the_other_computes(mode: str) -> None:
-    backends = [LateBackend(eager) for eager in EVERY_EAGER]
+def test_bits_are_right_where_one_rank_skips_what_the_other_computes(
+    mode: str, calls: Calls, choice: str
+) -> None:
     runs = [
-        partial(run_late, mode, backend, calls=SKIPPING, whole_elsewhere=True)
-        for backend in backends
+        partial(run_program, mode, world, calls=calls, whole_elsewhere=True)
+        for world in worlds(choice, 8)
     ]
     assert count_wrong(mode, runs) == 0
 
 
+@SOME_OR_EVERY
 @pytest.mark.parametrize("mode", MODES)
-def test_bits_are_right_where_two_models_take_turns_in_the_slots(mode: str) -> None:
-    backends = [LateBackend(eager) for eager in EVERY_EAGER]
+def test_bits_are_right_where_two_models_take_turns_in_the_slots(mode: str, choice: str) -> None:
     runs = [
-        partial(run_late, mode, backend, n=4, num_models=2, calls=[None] * 6)
-        for backend in backends
+        partial(run_program, mode, world, n=4, num_models=2, calls=[None] * 6)
+        for world in worlds(choice, 8)
     ]
     assert count_wrong(mode, runs) == 0
 
 
 @pytest.mark.parametrize("mode", [STAGED, IN_PLACE])
 def test_bits_are_right_on_three_ranks(mode: str) -> None:
-    backends = [LateBackend(), LateBackend(("copy", "comm")), LateBackend(seed=0)]
-    runs = [partial(run_late, mode, backend, depth=3) for backend in backends]
+    some = [World(), World(early=(COPY, COMM)), World(mode="random")]
+    runs = [partial(run_program, mode, world, depth=3) for world in some]
     assert count_wrong(mode, runs, size=3) == 0
+
+
+class Log(Recorder):
+    """Notes waits, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[str, str]] = []
+
+    def waits(self, timeline: str, event: Any) -> None:
+        """Note it."""
+        self.steps.append((timeline, "wait"))
+        super().waits(timeline, event)
+
+    def accesses(self, timeline: str, op: str, **touched: Any) -> None:
+        """Note it."""
+        self.steps.append((timeline, op))
+        super().accesses(timeline, op, **touched)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fills_are_queued_before_the_wait_of_the_block(mode: str) -> None:
     # DESIGN.md: find, issue, wait, bind. Issued after the wait, a fill would start a block late
     # wherever the wait blocks the host.
-    backend = LateBackend()
-
     def child(rank: int) -> list[tuple[str, str]]:
-        run_late(mode, backend, calls=(None, None, None))
-        return backend.log
+        log = Log()
+        run_program(mode, World(), recorder=log)
+        return log.steps
 
     log = child(0) if mode == LOCAL else run_ranks(child, 2)[0]
-    arrives = ("copy", "copy") if mode == LOCAL else ("comm", "gather")
-    waits = [at for at, step in enumerate(log) if step == ("compute", "wait")]
+    arrives = ("rank 0 stream 0", "copy") if mode == LOCAL else ("rank 0 stream 1", "gather")
+    waits = [at for at, step in enumerate(log) if step == (COMPUTE, "wait")]
     assert len(waits) == 15
     # Two slots: when block k is waited for, fills 0 to k + 1 are queued.
     assert [log[:at].count(arrives) for at in waits] == list(range(2, 17))
@@ -205,61 +276,57 @@ def test_a_wait_of_the_host_on_the_hot_path_is_noticed(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(dlo_core.transfer.Transfer, "acquire", acquire)
     with pytest.raises(AssertionError, match=r"hot path.*event\.synchronize"):
-        run_late(LOCAL, LateBackend())
+        run_program(LOCAL, World())
 
 
 # --- no superfluous wait --------------------------------------------------------------------------
 
-# What breaks without the call: the mode, the streams that run early, and the passes.
-NEEDED: dict[str, tuple[str, Eager, Calls]] = {
+# What breaks without the call: the mode, the streams that are early, and the passes.
+NEEDED: dict[str, tuple[str, Early, Calls]] = {
     "Transfer.acquire: stream.wait_event(slot.filled)": (LOCAL, LATE, WHOLE),
-    "Transfer.release: stream.record_event(slot.drained)": (LOCAL, ("copy",), WHOLE),
-    "LocalTransfer._fill_copy: self._copy_stream.wait_event(slot.drained)": (
-        LOCAL,
-        ("copy",),
-        WHOLE,
-    ),
+    "Transfer.release: stream.record_event(slot.drained)": (LOCAL, (COPY,), WHOLE),
+    "LocalTransfer._fill_copy: self._copy_stream.wait_event(slot.drained)": (LOCAL, (COPY,), WHOLE),
     "LocalTransfer._fill_copy: self._copy_stream.record_event(slot.filled)": (LOCAL, LATE, WHOLE),
-    "StagedTransfer.fill: self._comm_stream.wait_event(stage.filled)": (STAGED, ("comm",), WHOLE),
+    "StagedTransfer.fill: self._comm_stream.wait_event(stage.filled)": (STAGED, (COMM,), WHOLE),
     "StagedTransfer.fill: self._comm_stream.wait_event(slot.drained)": (
         STAGED,
-        ("copy", "comm"),
+        (COPY, COMM),
         WHOLE,
     ),
     "StagedTransfer.fill: self._comm_stream.record_event(stage.drained)": (
         STAGED,
-        ("copy",),
+        (COPY,),
         WHOLE,
     ),
     "StagedTransfer.fill: self._comm_stream.record_event(slot.filled)": (STAGED, LATE, WHOLE),
     "StagedTransfer._stage_copy: self._copy_stream.wait_event(stage.drained)": (
         STAGED,
-        ("copy",),
+        (COPY,),
         WHOLE,
     ),
     "StagedTransfer._stage_copy: self._copy_stream.record_event(stage.filled)": (
         STAGED,
-        ("comm",),
+        (COMM,),
         WHOLE,
     ),
     "InPlaceTransfer._part_copy: self._copy_stream.wait_event(slot.filled)": (
         IN_PLACE,
-        ("copy",),
+        (COPY,),
         SKIPPING,
     ),
     "InPlaceTransfer._part_copy: self._copy_stream.wait_event(slot.drained)": (
         IN_PLACE,
-        ("copy", "comm"),
+        (COPY, COMM),
         WHOLE,
     ),
     "InPlaceTransfer._part_copy: self._copy_stream.record_event(slot.copied)": (
         IN_PLACE,
-        ("comm",),
+        (COMM,),
         WHOLE,
     ),
     "InPlaceTransfer.fill: self._comm_stream.wait_event(slot.copied)": (
         IN_PLACE,
-        ("comm",),
+        (COMM,),
         WHOLE,
     ),
     "InPlaceTransfer.fill: self._comm_stream.record_event(slot.filled)": (IN_PLACE, LATE, WHOLE),
@@ -327,9 +394,9 @@ SEVERAL_COMPUTE_STREAMS = "Transfer.acquire: stream.wait_event(slot.drained)"
 @pytest.mark.slow
 @pytest.mark.parametrize("call", NEEDED)
 def test_bits_are_wrong_without(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mode, eager, calls = NEEDED[call]
+    mode, early, calls = NEEDED[call]
     skips = calls is SKIPPING
-    run = partial(run_late, mode, LateBackend(eager), calls=calls, whole_elsewhere=skips)
+    run = partial(run_program, mode, World(early=early), calls=calls, whole_elsewhere=skips)
     module, found = edited(call)
     assert found.count(call) == 1
     for name in ("LocalTransfer", "StagedTransfer", "InPlaceTransfer"):

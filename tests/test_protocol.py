@@ -76,7 +76,7 @@ def test_no_interleaving_of_many_blocks_conflicts(
     record_property("states", check_all(n, depth, ranks, stages, programs(n)))
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("ranks", "stages"), MODES)
 def test_a_run_order_of_its_own_conflicts_in_no_interleaving(
     n: int, ranks: int, stages: int

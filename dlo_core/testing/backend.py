@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from dlo_core.agreement import Agreement
 from dlo_core.cpu import CpuBackend
+from dlo_core.errors import BackendError
 from dlo_core.interface import Backend, Capabilities, Check, Collective, MemoryInfo
-from dlo_core.testing.world import Meeting, Queue, Step, Ticket, World
+from dlo_core.testing.compute import Compute
+from dlo_core.testing.device_memory import POISON, DeviceMemory, storage_of
+from dlo_core.testing.gather import SimCollective, SimGroup
+from dlo_core.testing.gloo import GlooGather
+from dlo_core.testing.steps import Meeting, Step, Ticket
+from dlo_core.testing.streams import ComputeStream, SimEvent, SimStream
+from dlo_core.testing.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,104 +30,9 @@ if TYPE_CHECKING:
 
     from dlo_core.testing.recorder import Recorder
 
-__all__ = ["ComputeStream", "SimAgreement", "SimBackend", "SimEvent", "SimStream"]
+__all__ = ["SimBackend", "SimCheck"]
 
-POISON = 0xFF
-
-
-class SimEvent:
-    """An event of the simulated backend."""
-
-    def __init__(self, backend: SimBackend) -> None:
-        """Make an event that was never recorded."""
-        self._backend = backend
-        self.ticket: Ticket | None = None
-        self.name = "event"
-
-    def record(self, stream: Any = None) -> None:
-        """Mark the work that ``stream`` (default: the current one) holds so far."""
-        (stream or self._backend.current_stream()).record_event(self)
-
-    def query(self) -> bool:
-        """Return whether the marked work is done."""
-        return self.ticket is None or self.ticket.reached
-
-    def synchronize(self) -> None:
-        """Block the host until the marked work is done."""
-        self._backend.count_host_sync("event.synchronize")
-        self._backend.reach(self)
-        if self._backend.recorder is not None:
-            self._backend.recorder.host_waits(self)
-
-    def elapsed_time(self, end_event: SimEvent) -> float:
-        """Return the number of steps between two events, as milliseconds."""
-        start, end = self.ticket, end_event.ticket
-        if start is None or end is None or not (start.reached and end.reached):
-            raise ValueError("elapsed_time() needs two events that were recorded and reached")
-        return float(end.time - start.time)
-
-
-class SimStream:
-    """A side stream: a queue of the world."""
-
-    def __init__(self, backend: SimBackend, name: str) -> None:
-        """Join the backend's world."""
-        self._backend = backend
-        self.name = name
-        self.queue = Queue(backend.world, name)
-
-    def wait_event(self, event: SimEvent) -> None:
-        """Let work that is queued from now on wait for ``event`` as it is recorded now."""
-        if self._backend.recorder is not None:
-            self._backend.recorder.waits(self.name, event)
-        if event.ticket is not None:
-            self.queue.put(Step(wait=event.ticket))
-
-    def record_event(self, event: SimEvent | None = None) -> SimEvent:
-        """Reach ``event`` when all work that is queued so far is done."""
-        event = event or SimEvent(self._backend)
-        event.ticket = Ticket(self.queue)
-        if self._backend.recorder is not None:
-            self._backend.recorder.records(self.name, event)
-        self.queue.put(Step(reach=event.ticket))
-        return event
-
-    def synchronize(self) -> None:
-        """Block the host until all queued work is done."""
-        self.record_event().synchronize()
-
-    def __repr__(self) -> str:
-        """Show the name."""
-        return f"SimStream({self.name!r})"
-
-
-class ComputeStream:
-    """The compute stream: the host does its work at once, but it has a clock of its own."""
-
-    def __init__(self, backend: SimBackend, name: str = "compute") -> None:
-        """Belong to ``backend``."""
-        self._backend = backend
-        self.name = name
-
-    def wait_event(self, event: SimEvent) -> None:
-        """Let later compute wait for ``event``; the simulation brings it about now."""
-        if self._backend.recorder is not None:
-            self._backend.recorder.waits(self.name, event)
-        self._backend.reach(event)
-
-    def record_event(self, event: SimEvent | None = None) -> SimEvent:
-        """Reach ``event`` now: all earlier compute is done."""
-        event = event or SimEvent(self._backend)
-        event.ticket = Ticket(None, reached=True, time=self._backend.world.num_steps)
-        if self._backend.recorder is not None:
-            self._backend.recorder.records(self.name, event)
-        return event
-
-    def synchronize(self) -> None:
-        """Block the host until all compute is done."""
-        self._backend.count_host_sync("compute.synchronize")
-        if self._backend.recorder is not None:
-            self._backend.recorder.host_waits(self.record_event())
+AnyStream = SimStream | ComputeStream
 
 
 class SimCheck(Check):
@@ -131,105 +45,29 @@ class SimCheck(Check):
 
     def compare(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Queue the comparison."""
-
-        def work() -> None:
-            self._failed = self._failed or not torch.equal(actual, expected)
-
+        alias = self._backend.device_memory.alias
+        work = partial(self._compare, alias(actual), alias(expected))
         self._backend.queue("check", work, reads=(actual, expected))
+
+    def _compare(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        self._failed = self._failed or not torch.equal(actual, expected)
 
     def failed(self) -> bool:
         """Return whether a difference was found."""
         return self._failed
 
 
-class SimCollective(Collective):
-    """The all-gather of simulated ranks: a meeting of the world."""
-
-    def __init__(self, backend: SimBackend, group: SimGroup) -> None:
-        """Join the group."""
-        self._backend = backend
-        self._group = group
-        self._count = itertools.count()
-        self.rank, self.size = group.rank, group.size
-
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
-        """Queue the gather."""
-        if out.nbytes != self.size * shard.nbytes:
-            raise ValueError(f"out has {out.nbytes} bytes, wanted {self.size} x {shard.nbytes}")
-        world, number = self._backend.world, next(self._count)
-        key = (self._group.name, number)
-        meeting = world.meetings.setdefault(key, Meeting(self.size, f"gather {number}"))
-        self._backend.join_meeting(meeting, self.rank, out, shard)
-
-    def close(self) -> None:
-        """Do nothing: there is no group to give back."""
-
-
-class SimGroup:
-    """What stands for a process group of simulated ranks."""
-
-    def __init__(self, name: str, rank: int, size: int) -> None:
-        """Name it; equal names are one group."""
-        self.name = name
-        self.rank = rank
-        self.size = size
-
-
-class SimAgreement(Agreement):
-    """The ranks of a world agree through boards; give it as ``group=``."""
-
-    def __init__(self, world: World, rank: int) -> None:
-        """Stand for ``rank`` of the world."""
-        self._world = world
-        self._steps = itertools.count()
-        self._groups = itertools.count()
-        self.rank, self.size = rank, world.size
-
-    def exchange(
-        self,
-        value: Any,
-        what: str,
-        timeout_s: float | None = None,
-        *,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> list[Any]:
-        """Return every rank's ``value``, in rank order."""
-        board = self._world.boards.setdefault(next(self._steps), {})
-        board[self.rank] = value
-        self._world.moved()
-
-        def complete() -> bool:
-            if meanwhile is not None and len(board) < self.size:
-                meanwhile()
-            return len(board) == self.size
-
-        self._world.wait_until(self.rank, complete, what)
-        return [board[rank] for rank in range(self.size)]
-
-    def announce(self, topic: str, number: int) -> None:
-        """Tell all ranks of the world."""
-        self._world.boards.setdefault(topic, {})[self.rank] = number
-        self._world.moved()
-
-    def heard(self, topic: str) -> list[int]:
-        """Return what every rank announced last."""
-        board = self._world.boards.get(topic, {})
-        return [board.get(rank, 0) for rank in range(self.size)]
-
-    def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
-        """Return a new group of the same ranks."""
-        made: Any = SimGroup(f"group {next(self._groups)}", self.rank, self.size)
-        return made  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class SimBackend(Backend):
-    """A backend for one simulated rank of a world."""
+    """A backend for one simulated rank of a world, or for one process of a gloo job.
+
+    Attributes:
+        host_syncs: Every named wait of the host so far.
+        is_served: Whether a ``GlooAgreement`` lets this rank serve its peers.
+        num_exchanges: How many exchanges of a ``GlooAgreement`` it has come to.
+    """
 
     name = "cpu"
-    comm_library = "simulated"
+    comm_library = "gloo"
 
     def __init__(
         self,
@@ -239,26 +77,43 @@ class SimBackend(Backend):
         recorder: Recorder | None = None,
         poison: bool = True,
         alignment: int = 256,
+        host_ahead: bool = False,
     ) -> None:
         """Belong to ``world``; without one, to a world of one rank in late mode.
 
         Args:
             world: Decides the order.
-            rank: This rank.
+            rank: This rank in the world; 0 in a process of a gloo job, which has its own world.
             recorder: Keeps vector clocks and finds races.
             poison: Fill what is about to be overwritten, and fresh memory, with 0xFF (NaN).
             alignment: Of tensors and shards, in bytes.
+            host_ahead: Whether compute is a queue, too, as on an accelerator: the host runs ahead
+                of it inside of ``compute()``. Else the host computes itself, as on a CPU.
+
+        Raises:
+            ValueError: The world has no such rank.
         """
         self.world = world or World()
+        if not 0 <= rank < self.world.size:
+            raise ValueError(
+                f"rank {rank} is not in a world of {self.world.size}; over gloo each process has a "
+                "World() of its own, in which it is rank 0"
+            )
         self.rank = rank
         self.recorder = recorder
-        self.capabilities = Capabilities(alignment=alignment)
+        self.capabilities = Capabilities(alignment=alignment, host_blocks=not host_ahead)
         self.host_syncs: list[str] = []
+        self.is_served = False
+        self.num_exchanges = 0
         self._real = CpuBackend()
+        self.device_memory = DeviceMemory(self._real)
         self._poison = poison
-        self._compute = ComputeStream(self)
-        self._current: Any = self._compute
-        self._names = itertools.count()
+        self._label = f"rank {rank if self.world.size > 1 or not _in_job() else dist.get_rank()}"
+        self._numbers = itertools.count()
+        self._computes: list[AnyStream] = []
+        self._compute = self.new_compute_stream("compute")
+        self._current = threading.local()
+        self._gathers: list[weakref.ref[GlooGather]] = []
         self.device = self._real.device
         self.allocator = self._real.allocator
         if recorder is not None:
@@ -268,24 +123,29 @@ class SimBackend(Backend):
 
     def new_stream(self, priority: int = 0) -> SimStream:
         """Return a new side stream."""
-        return SimStream(self, f"rank {self.rank} stream {next(self._names)}")
+        role = f"stream {next(self._numbers)}"
+        return SimStream(self, f"{self._label} {role}", role)
 
-    def new_compute_stream(self, name: str) -> ComputeStream:
+    def new_compute_stream(self, name: str) -> AnyStream:
         """Return another compute stream, for forwards on several streams."""
-        return ComputeStream(self, name)
+        blocking = self.capabilities.host_blocks
+        made = ComputeStream(self, name) if blocking else SimStream(self, name, "compute")
+        self._computes.append(made)
+        return made
 
-    def current_stream(self) -> Any:
-        """Return the current stream."""
-        return self._current
+    def current_stream(self) -> AnyStream:
+        """Return this thread's current stream; the compute stream unless in a context."""
+        stream: AnyStream = getattr(self._current, "stream", self._compute)
+        return stream
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        """Make ``stream`` current."""
-        before, self._current = self._current, stream
+        """Make ``stream`` current in this thread."""
+        before, self._current.stream = self.current_stream(), stream
         try:
             yield
         finally:
-            self._current = before
+            self._current.stream = before
 
     def new_event(self, *, timing: bool = False) -> SimEvent:
         """Return a new event."""
@@ -293,89 +153,178 @@ class SimBackend(Backend):
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return counted device memory, poisoned."""
-        made = self._real.empty(nbytes)
+        made = self.device_memory.empty(nbytes)
         return made.fill_(POISON) if self._poison else made
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Queue the copy."""
-        self._poison_now(dst, (dst, src))
-        self.queue("copy", partial(dst.copy_, src), reads=(src,), writes=(dst,))
+        self._spoil((dst,), (dst, src))
+        alias = self.device_memory.alias
+        self.queue("copy", partial(alias(dst).copy_, alias(src)), reads=(src,), writes=(dst,))
 
     def new_check(self) -> SimCheck:
         """Return a new comparison."""
         return SimCheck(self)
 
-    def collective(self, group: ProcessGroup) -> SimCollective:
-        """Return the gather of a simulated group."""
-        assert isinstance(group, SimGroup)
-        return SimCollective(self, group)
+    def collective(self, group: ProcessGroup) -> Collective:
+        """Return the gather of a simulated group, or of a gloo group.
+
+        Raises:
+            BackendError: The group is gloo's, and no ``GlooAgreement`` belongs to this backend.
+        """
+        if isinstance(group, SimGroup):
+            return SimCollective(self, group)
+        if not self.is_served:
+            raise BackendError(
+                "a simulated backend gathers over gloo only where its ranks serve each other while "
+                "they wait; pass group=GlooAgreement(backend) to offload()"
+            )
+        made = GlooGather(self, group)
+        self._gathers.append(weakref.ref(made))
+        return made
 
     def memory(self) -> MemoryInfo:
         """Return the CPU backend's account."""
         return self._real.memory()
 
     def synchronize(self) -> None:
-        """Run everything that can run."""
+        """Run everything that can run; raise what stopped a stream."""
         self.count_host_sync("backend.synchronize")
         self.world.drain()
         if self.recorder is not None:
             self.recorder.host_waits_for_all()
+
+    # --- for a user of the kit ----------------------------------------------------------------
+
+    @contextmanager
+    def compute(self) -> Iterator[None]:
+        """Return a context in which torch operations are this backend's compute.
+
+        The recorder sees what they read and write. Where the host runs ahead they are queued on the
+        current stream, and the end of the context waits for them.
+        """
+        with Compute(self):
+            yield
+        if not self.capabilities.host_blocks:
+            for stream in self._computes:
+                self.reach(stream.record_event())
 
     # --- for the parts ------------------------------------------------------------------------
 
     def queue(
         self,
         op: str,
-        work: Any,
+        work: Callable[[], object],
         *,
         reads: tuple[torch.Tensor, ...] = (),
         writes: tuple[torch.Tensor, ...] = (),
     ) -> None:
-        """Queue ``work`` on the current stream; on the compute stream it is done at once."""
-        stream = self._current
+        """Queue ``work`` on the current stream; where the host computes itself, do it there now."""
+        stream = self.current_stream()
         if self.recorder is not None:
             self.recorder.accesses(stream.name, op, reads=reads, writes=writes)
-        if isinstance(stream, ComputeStream):
-            self.world.execute(work)
-            return
-        storages = frozenset(storage_of(tensor) for tensor in (*reads, *writes))
-        stream.queue.put(Step(run=work, storages=storages))
+        stream.run(work, frozenset(map(storage_of, (*reads, *writes))))
 
-    def join_meeting(
-        self, meeting: Meeting, rank: int, out: torch.Tensor, shard: torch.Tensor
-    ) -> None:
-        """Queue this rank's part of a collective on the current stream."""
-        stream = self._current
-        in_place = storage_of(out) == storage_of(shard)
-        if not in_place:
-            self._poison_now(out, (out, shard))
-        if self.recorder is not None:
-            self.recorder.accesses(stream.name, "gather", reads=(shard,), writes=(out,))
-        meeting.arrived[rank] = stream.queue
-        meeting.parts[rank] = (out, shard)
-        self.world.collectives[rank].append(meeting.name)
-        storages = frozenset({storage_of(out), storage_of(shard)})
-        stream.queue.put(Step(meeting=meeting, storages=storages))
+    def join_meeting(self, meeting: Meeting, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """Queue this rank's part of a collective of the world on the current stream."""
+        alias = self.device_memory.alias
+        meeting.parts[self.rank] = (alias(out), alias(shard))
+        self.world.collectives[self.rank].append(meeting.name)
+        storages = self._begin_gather(out, shard)
+        queue = self.current_stream().queue
+        meeting.arrived[self.rank] = queue
+        self._put_gather(Step(meeting=meeting, storages=storages))
+
+    def queue_gather(
+        self,
+        work: Callable[[], object],
+        come: Callable[[], bool],
+        out: torch.Tensor,
+        shard: torch.Tensor,
+    ) -> Ticket:
+        """Queue a gather that waits for other processes; return what it reaches."""
+        storages = self._begin_gather(out, shard)
+        return self._put_gather(Step(run=work, come=come, storages=storages))
+
+    def serve(self, meanwhile: Callable[[], object] | None) -> None:
+        """Run the gathers that peers wait for, those too that ``meanwhile`` queues."""
+        # See [Note: who waits for whom] in gloo.py.
+        gathers = self._living_gathers()
+        for gather in gathers:
+            gather.listen()
+        if meanwhile is not None:
+            meanwhile()
+        for gather in gathers:
+            gather.serve()
+
+    def stop_serving(self) -> None:
+        """Tell the peers that the host waits no longer."""
+        for gather in self._living_gathers():
+            gather.leave()
+
+    def _living_gathers(self) -> list[GlooGather]:
+        return [gather for ref in self._gathers if (gather := ref()) is not None]
 
     def reach(self, event: SimEvent) -> None:
-        """Run what ``event`` needs; let other ranks run where it needs them."""
+        """Run what ``event`` needs; let other ranks run where it needs them.
+
+        Raises:
+            StreamError: Work before the event failed.
+            Deadlock: Nothing can ever reach it.
+        """
         ticket = event.ticket
-        if ticket is None:
-            return
-        what = f"an event of {ticket.queue.name if ticket.queue else 'compute'}"
-        self.world.wait_until(self.rank, lambda: self.world.drive(ticket), what)
+        if ticket is not None:
+            self._reach(ticket)
 
     def count_host_sync(self, what: str) -> None:
         """Note a named host synchronisation."""
         if not self.world.executing:
             self.host_syncs.append(what)
 
-    def _poison_now(self, dst: torch.Tensor, touched: tuple[torch.Tensor, ...]) -> None:
-        """Poison a destination at the time of queueing, unless queued work still uses it."""
-        if self._poison and not any(self.world.pending(storage_of(t)) for t in touched):
-            self.world.execute(lambda: dst.fill_(POISON))
+    def _reach(self, ticket: Ticket) -> None:
+        if not ticket.reached:
+            what = f"an event of {ticket.queue.name if ticket.queue else 'compute'}"
+            self.world.wait_until(self.rank, lambda: self.world.drive(ticket), what)
+        ticket.check()
+
+    def _begin_gather(self, out: torch.Tensor, shard: torch.Tensor) -> frozenset[int]:
+        """Spoil what is gathered into, tell the recorder, and return the storages."""
+        parts: tuple[torch.Tensor, ...] = (out,)
+        if storage_of(out) == storage_of(shard):
+            # In place: our own part stays.
+            low = shard.data_ptr() - out.data_ptr()
+            parts = (out[:low], out[low + shard.nbytes :])
+        self._spoil(parts, (out, shard))
+        if self.recorder is not None:
+            name = self.current_stream().name
+            self.recorder.accesses(name, "gather", reads=(shard,), writes=(out,))
+        return frozenset({storage_of(out), storage_of(shard)})
+
+    def _put_gather(self, step: Step) -> Ticket:
+        """Queue the step; where the host computes itself, it waits for it."""
+        stream = self.current_stream()
+        ticket = Ticket(stream.queue)
+        stream.queue.put(step)
+        stream.queue.put(Step(reach=ticket))
+        if isinstance(stream, ComputeStream):
+            self._reach(ticket)
+        return ticket
+
+    def _spoil(self, parts: tuple[torch.Tensor, ...], touched: tuple[torch.Tensor, ...]) -> None:
+        """Poison what is about to be written: now, unless queued work uses it, and in its turn."""
+        if not self._poison:
+            return
+        parts = tuple(map(self.device_memory.alias, parts))
+        storages = frozenset(map(storage_of, touched))
+        if not any(map(self.world.pending, storages)):
+            self.world.execute(partial(_poison, parts))
+        self.current_stream().run(partial(_poison, parts), storages)
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's storage, which tells storages apart."""
-    return tensor.untyped_storage().data_ptr()
+def _poison(parts: tuple[torch.Tensor, ...]) -> None:
+    for part in parts:
+        part.fill_(POISON)
+
+
+def _in_job() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -10,18 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
 from dlo_core.layout import span_nbytes
 from dlo_core.testing.clocks import Clocks, Stamp
+from dlo_core.testing.device_memory import storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch
+
     from dlo_core.layerwise import LayerwiseOffload
-    from dlo_core.testing.backend import SimBackend, SimEvent
+    from dlo_core.testing.backend import SimBackend
+    from dlo_core.testing.streams import SimEvent
 
 __all__ = ["Access", "Race", "Recorder"]
 
@@ -106,16 +106,12 @@ class Recorder:
         assert engine is not None
         self._offload = offload
         for slot in engine.pool.slots:
-            self._buffers[_storage(slot.buffer)] = (f"slot {slot.index}", slot)
+            self._buffers[storage_of(slot.buffer)] = (f"slot {slot.index}", slot)
         for stage in engine.pool.stages:
-            self._buffers[_storage(stage.buffer)] = (f"stage {stage.index}", stage)
+            self._buffers[storage_of(stage.buffer)] = (f"stage {stage.index}", stage)
         for run in engine.store.runs:
-            self._buffers[_storage(run)] = ("host slab", engine.store)
+            self._buffers[storage_of(run)] = ("host slab", engine.store)
         return self
-
-    def compute(self) -> TorchDispatchMode:
-        """Return a context in which torch operations on watched buffers count as compute."""
-        return _Watcher(self)
 
     def check(self) -> None:
         """Raise when there was a race.
@@ -159,14 +155,14 @@ class Recorder:
         stamp = self._clocks.tick(timeline)
         for write, tensors in ((False, reads), (True, writes)):
             for tensor in tensors:
-                storage = _storage(tensor)
+                storage = storage_of(tensor)
                 if storage in self._buffers and tensor.numel():
                     self._note(self._access(op, timeline, tensor, write, stamp), storage)
 
     def _access(
         self, op: str, timeline: str, tensor: torch.Tensor, write: bool, stamp: Stamp
     ) -> Access:
-        name, buffer = self._buffers[_storage(tensor)]
+        name, buffer = self._buffers[storage_of(tensor)]
         start = int(tensor.storage_offset()) * tensor.element_size()
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         stop = start + span_nbytes(shape, stride, tensor.element_size())
@@ -212,56 +208,3 @@ class Recorder:
 def _same(first: Access, second: Access) -> bool:
     """Return whether both belong to one operation (a gather in place reads what it writes)."""
     return first.stamp is second.stamp
-
-
-class _Watcher(TorchDispatchMode):
-    """Tells the recorder what torch operations of the host thread read and write."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        backend = self._recorder.backend
-        if backend is not None and not backend.world.executing:
-            self._tell(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _tell(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        reads: list[torch.Tensor] = []
-        writes: list[torch.Tensor] = []
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tree_leaves(value):
-                if isinstance(tensor, torch.Tensor) and _has_storage(tensor):
-                    (writes if written else reads).append(tensor)
-        for tensor in tree_leaves(kwargs):
-            if isinstance(tensor, torch.Tensor) and _has_storage(tensor):
-                reads.append(tensor)
-        if not _only_views(func):
-            assert self._recorder.backend is not None
-            timeline = self._recorder.backend.current_stream().name
-            self._recorder.accesses(timeline, "compute", reads=reads, writes=writes)
-
-
-def _only_views(func: Any) -> bool:
-    """Return whether the operation only makes another view and touches no byte."""
-    returns = func._schema.returns
-    return bool(returns) and all(
-        r.alias_info is not None and not r.alias_info.is_write for r in returns
-    )
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -7,249 +7,171 @@ the mode, so that every order that a device could choose can be produced, and pr
 - ``eager``: work runs as early as its own waits allow;
 - ``random``: a seeded choice among all steps that are possible.
 
-Ranks are threads of which exactly one runs at a time; it hands over only when it has to wait for
-another. When every rank waits and nothing can move, all of them raise ``Deadlock``.
+A world may hold several ranks, which take turns (``turns.py``); over gloo each process has a world
+of its own, and whatever waits for other processes runs only where something needs it.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections import deque
-from dataclasses import dataclass, field
+from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from dlo_core.cpu_stream import StreamError
+from dlo_core.testing.turns import Turns
 
-__all__ = ["MODES", "Deadlock", "Meeting", "Queue", "Step", "Ticket", "World"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from dlo_core.testing.steps import Meeting, Queue, Ticket
+
+__all__ = ["MODES", "World"]
 
 MODES = ("late", "eager", "random")
 
 
-class Deadlock(RuntimeError):
-    """Raised on every rank when each waits for something that nobody will do."""
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """One recording of an event."""
-
-    queue: Queue | None
-    reached: bool = False
-    time: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Meeting:
-    """One collective: it happens when every rank's queue has come to it."""
-
-    size: int
-    name: str
-    arrived: dict[int, Queue] = field(default_factory=dict)
-    parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    done: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Step:
-    """One piece of a queue's work: a wait, a ticket to reach, a meeting, or something to run.
+class World(Turns):
+    """All queues and ranks, and the mode in which they run.
 
     Attributes:
-        wait: Not before this ticket is reached.
-        reach: Reached by the step.
-        meeting: Happens by the step, on all ranks at once.
-        run: Called by the step.
-        storages: Addresses of the storages that ``run`` or the meeting touches.
+        collectives: Names of the collectives of each simulated rank, in order.
+        num_steps: Steps that ran.
+        schedule: Whose they were, in order.
+        uses: How many queued steps touch a storage, by its address.
     """
 
-    wait: Ticket | None = None
-    reach: Ticket | None = None
-    meeting: Meeting | None = None
-    run: Callable[[], object] | None = None
-    storages: frozenset[int] = frozenset()
-
-
-class Queue:
-    """The steps of one stream that have not run yet."""
-
-    def __init__(self, world: World, name: str) -> None:
-        """Join ``world``."""
-        self.world = world
-        self.name = name
-        self.steps: deque[Step] = deque()
-        world.queues.append(self)
-
-    def put(self, step: Step) -> None:
-        """Append a step; an eager world runs what it can."""
-        self.steps.append(step)
-        self.world.moved()
-        self.world.after_put()
-
-    def __repr__(self) -> str:
-        """Show how much is queued."""
-        return f"Queue({self.name!r}, {len(self.steps)} steps)"
-
-
-class World:
-    """All queues and ranks, and the mode in which they run."""
-
-    def __init__(self, size: int = 1, mode: str = "late", seed: int = 0) -> None:
+    def __init__(
+        self,
+        size: int = 1,
+        mode: str = "late",
+        seed: int = 0,
+        *,
+        early: Collection[str] = (),
+    ) -> None:
         """Make a world without queues.
 
         Args:
-            size: Number of ranks.
+            size: Number of ranks in this process; over gloo each process is a world of one.
             mode: One of ``MODES``.
             seed: Of the choices in ``random`` mode and of the order of ranks.
+            early: In ``late`` mode, streams that run as early as their waits allow all the same:
+                ``"stream 0"`` is the first side stream that a backend made (dlo's copy stream),
+                ``"stream 1"`` the second (its comm stream), ``"compute"`` the compute stream of a
+                backend whose host runs ahead.
+
+        Raises:
+            ValueError: There is no such mode, or ``early`` is given in another one than ``late``.
         """
         if mode not in MODES:
             raise ValueError(f"mode must be one of {MODES}; got {mode!r}")
-        self.size = size
+        if early and mode != "late":
+            raise ValueError(f"early= is for mode 'late'; got mode {mode!r}")
+        rng = random.Random(seed)
+        super().__init__(size, rng if mode == "random" else None)
         self.mode = mode
         self.queues: list[Queue] = []
         self.meetings: dict[Any, Meeting] = {}
         self.boards: dict[Any, dict[int, Any]] = {}
         self.collectives: list[list[str]] = [[] for _ in range(size)]
-        self.executing = False
         self.num_steps = 0
-        self._random = random.Random(seed)
-        self._condition = threading.Condition()
-        self._turn = 0
-        self._waiting: dict[int, tuple[int, str]] = {}
-        self._running = set(range(size)) if size > 1 else {0}
-        self._progress = 0
-        self._failure: BaseException | None = None
+        self.schedule: list[str] = []
+        self.uses: Counter[int] = Counter()
+        self.lock = threading.RLock()
+        self._early = frozenset(early)
+        self._held = False
+        self._is_driven = False
+        self._thread = threading.local()
+        self._random = rng
 
-    # --- ranks --------------------------------------------------------------------------------
-
-    def run_ranks(self, fn: Callable[[int], Any], limit_s: float = 60.0) -> list[Any]:
-        """Run ``fn(rank)`` on every rank and return the results, by rank.
-
-        Raises:
-            ExceptionGroup-like: The first rank's error; the others are in its notes.
-        """
-        results: list[Any] = [None] * self.size
-        errors: dict[int, BaseException] = {}
-        inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-
-        def body(rank: int) -> None:
-            try:
-                self._await_turn(rank)
-                with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                    results[rank] = fn(rank)
-            # Collected, and raised by the caller.
-            except BaseException as error:
-                errors[rank] = error
-            finally:
-                self._leave(rank)
-
-        threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(limit_s)
-        if any(thread.is_alive() for thread in threads):
-            raise TimeoutError(f"simulated ranks did not end within {limit_s:g} s")
-        if errors:
-            rank, error = next(iter(sorted(errors.items())))
-            others = {r: repr(e) for r, e in errors.items() if r != rank}
-            raise RankFailed(f"rank {rank}: {error!r}; others: {others}", errors) from error
-        return results
-
-    def wait_until(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Let other ranks run until ``ready()`` is true.
-
-        Raises:
-            Deadlock: It never will be.
-        """
-        while not ready():
-            self._waiting[rank] = (self._progress, what)
-            if self._stuck():
-                waits = "; ".join(f"rank {r} waits for {w}" for r, (_, w) in self._waiting.items())
-                self._failure = Deadlock(f"every rank waits and nothing can move: {waits}")
-            if self._failure is not None:
-                self._wake_all()
-                raise self._failure
-            self._hand_over(rank)
-        self._waiting.pop(rank, None)
-
-    def moved(self) -> None:
-        """Note that something happened for which somebody may wait."""
-        self._progress += 1
-
-    def _stuck(self) -> bool:
-        return all(
-            rank in self._waiting and self._waiting[rank][0] == self._progress
-            for rank in self._running
-        )
-
-    def _hand_over(self, rank: int) -> None:
-        with self._condition:
-            self._turn = self._next(rank)
-            self._condition.notify_all()
-        self._await_turn(rank)
-
-    def _next(self, rank: int) -> int:
-        others = sorted(self._running - {rank})
-        if not others:
-            return rank
-        if self.mode == "random":
-            return self._random.choice(others)
-        return next((other for other in others if other > rank), others[0])
-
-    def _await_turn(self, rank: int) -> None:
-        with self._condition:
-            while self._turn != rank:
-                if not self._condition.wait(60.0):
-                    raise TimeoutError(f"rank {rank} was never given its turn")
-
-    def _leave(self, rank: int) -> None:
-        with self._condition:
-            self._running.discard(rank)
-            self._waiting.pop(rank, None)
-            self._progress += 1
-            self._turn = self._next(rank)
-            self._condition.notify_all()
-
-    def _wake_all(self) -> None:
-        with self._condition:
-            self._condition.notify_all()
-
-    # --- steps --------------------------------------------------------------------------------
+    @property
+    def executing(self) -> bool:
+        """Whether this thread does a stream's work now."""
+        return getattr(self._thread, "executing", False)
 
     def pending(self, storage: int) -> bool:
         """Return whether a queued step touches ``storage``."""
-        return any(storage in step.storages for queue in self.queues for step in queue.steps)
+        return self.uses[storage] > 0
 
     def after_put(self) -> None:
         """Run what the mode wants to run now."""
-        if self.executing:
+        if self.executing or self._held:
             return
-        if self.mode == "eager":
-            while any(self._advance(queue) for queue in self.queues):
-                pass
-        elif self.mode == "random":
+        if self.mode == "random":
             for _ in range(self._random.randrange(3)):
-                self._random_step()
+                self._random_step(None)
+        else:
+            self._run_early()
 
     def drive(self, ticket: Ticket) -> bool:
         """Run steps for the sake of ``ticket``; return whether it is reached."""
-        if self.mode == "random":
-            while not ticket.reached and self._random_step():
-                pass
-            return ticket.reached
-        return self._towards(ticket, set())
+        with self.lock:
+            driven, self._is_driven = self._is_driven, True
+            try:
+                if self.mode == "random" and not self._held:
+                    while not ticket.reached and self._random_step(ticket):
+                        pass
+                    return ticket.reached
+                self._run_early()
+                return self._towards(ticket, set())
+            finally:
+                self._is_driven = driven
 
     def drain(self) -> None:
         """Run all that can run."""
-        while any(self._advance(queue) for queue in list(self.queues)):
+        with self.lock:
+            while any(self._advance(queue) for queue in self.queues if self._is_free(queue)):
+                pass
+            # What is left waits for other processes; they come to it in the same order.
+            blocked = next((queue for queue in self.queues if self._can(queue)), None)
+            if blocked is not None:
+                self._advance(blocked)
+                self.drain()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold all streams inside, but for what is driven: so chance and time have no say."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
+            self.after_put()
+
+    def _run_early(self) -> None:
+        """Run the streams that are as early as may be."""
+        if self._held or not (self._early or self.mode == "eager"):
+            return
+        early = [q for q in self.queues if self.mode == "eager" or q.role in self._early]
+        while any(self._step(q) for q in early if self._is_free(q)) or any(
+            self._step(q) for q in early if self._runs_ahead(q)
+        ):
             pass
 
-    def _random_step(self) -> bool:
-        ready = [queue for queue in self.queues if self._can(queue)]
-        return bool(ready) and self._advance(self._random.choice(ready))
+    def _random_step(self, ticket: Ticket | None) -> bool:
+        """Run one of the steps that can run; without a ticket none that waits for peers."""
+        needed = None if ticket is None else _head_before(ticket)
+        ready = [q for q in self.queues if self._is_free(q) or (self._is_driven and self._can(q))]
+        while ready:
+            queue = self._random.choice(ready)
+            if queue is needed or self._is_free(queue) or self._runs_ahead(queue):
+                return self._advance(queue)
+            ready.remove(queue)
+        return False
+
+    def _is_free(self, queue: Queue) -> bool:
+        """Return whether the queue's first step can run and waits for no other process."""
+        return self._can(queue) and queue.steps[0].come is None
+
+    def _runs_ahead(self, queue: Queue) -> bool:
+        """Return whether other processes come to the queue's first step, which nothing needs."""
+        if not self._is_driven or not self._can(queue):
+            return False
+        come = queue.steps[0].come
+        return come is not None and come()
 
     def _can(self, queue: Queue) -> bool:
         if not queue.steps:
@@ -267,34 +189,48 @@ class World:
         )
 
     def _advance(self, queue: Queue) -> bool:
+        """Run the queue's first step if it can run, and what is early after it."""
+        if not self._step(queue):
+            return False
+        if self.mode != "random":
+            self._run_early()
+        return True
+
+    def _step(self, queue: Queue) -> bool:
         """Run the queue's first step if it can run."""
         if not self._can(queue):
             return False
-        step = queue.steps[0]
+        step, queues = queue.steps[0], [queue]
         if step.meeting is not None:
-            for other in step.meeting.arrived.values():
-                other.steps.popleft()
-            self.execute(lambda: _gather(step.meeting))  # type: ignore[arg-type]
-            step.meeting.done = True
-        else:
-            queue.steps.popleft()
+            queues = list(step.meeting.arrived.values())
+        for each in queues:
+            self.uses.subtract(each.steps.popleft().storages)
+        self.num_steps += 1
+        self.schedule.append(queue.name)
+        try:
+            if step.wait is not None:
+                step.wait.check()
+            if step.meeting is not None:
+                self.execute(step.meeting.gather)
             if step.run is not None:
                 self.execute(step.run)
-            if step.reach is not None:
-                step.reach.reached = True
-                step.reach.time = self.num_steps
-        self.num_steps += 1
+        # Kept for whoever waits for the work.
+        except Exception as error:
+            for each in queues:
+                each.fail((isinstance(error, StreamError) and error.__cause__) or error)
+        if step.reach is not None:
+            step.reach.reach(self.num_steps, queue.error)
         self.moved()
         return True
 
     def execute(self, work: Callable[[], object]) -> None:
         """Do work of a stream, in the modes of a worker; to the recorder it is no compute."""
-        before, self.executing = self.executing, True
+        before, self._thread.executing = self.executing, True
         try:
             with torch.inference_mode(False), torch.no_grad():
                 work()
         finally:
-            self.executing = before
+            self._thread.executing = before
 
     def _towards(self, ticket: Ticket, path: set[int]) -> bool:
         """Run no more than is needed to reach ``ticket``."""
@@ -303,17 +239,20 @@ class World:
             return ticket.reached
         path.add(id(ticket))
         while not ticket.reached and queue.steps:
-            if not self._clear_head(queue, path) or not self._advance(queue):
+            if not self._bring_on(queue, path):
                 break
         path.discard(id(ticket))
         return ticket.reached
 
-    def _clear_head(self, queue: Queue, path: set[int]) -> bool:
-        """Bring about what the queue's first step waits for, here and on other ranks."""
+    def _bring_on(self, queue: Queue, path: set[int]) -> bool:
+        """Run the queue's first step and what it needs, here and on other ranks."""
         step = queue.steps[0]
         if step.wait is not None and not self._towards(step.wait, path):
             return False
-        return step.meeting is None or self._bring_to(step.meeting, path)
+        if step.meeting is not None and not self._bring_to(step.meeting, path):
+            return False
+        # It may have run meanwhile, being early.
+        return not queue.steps or queue.steps[0] is not step or self._advance(queue)
 
     def _bring_to(self, meeting: Meeting, path: set[int]) -> bool:
         if len(meeting.arrived) < meeting.size or id(meeting) in path:
@@ -322,28 +261,20 @@ class World:
         try:
             for queue in meeting.arrived.values():
                 while queue.steps and queue.steps[0].meeting is not meeting:
-                    if not self._clear_head(queue, path) or not self._advance(queue):
+                    if not self._bring_on(queue, path):
                         return False
             return self._complete(meeting)
         finally:
             path.discard(id(meeting))
 
 
-class RankFailed(AssertionError):
-    """Raised when a simulated rank raised; ``errors`` has them all, by rank."""
-
-    def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
-        super().__init__(message)
-        self.errors = errors
-
-
-def _gather(meeting: Meeting) -> None:
-    shards: Sequence[torch.Tensor] = [
-        meeting.parts[rank][1].clone() for rank in range(meeting.size)
-    ]
-    for rank in range(meeting.size):
-        out = meeting.parts[rank][0]
-        at = 0
-        for shard in shards:
-            out[at : at + shard.numel()].copy_(shard)
-            at += shard.numel()
+def _head_before(ticket: Ticket) -> Queue | None:
+    """Return the queue whose first step is the next that has to run before ``ticket``."""
+    seen: set[int] = set()
+    while ticket.queue is not None and ticket.queue.steps and id(ticket) not in seen:
+        seen.add(id(ticket))
+        head = ticket.queue.steps[0]
+        if head.wait is None or head.wait.reached:
+            return ticket.queue
+        ticket = head.wait
+    return None

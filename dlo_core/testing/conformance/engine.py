@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 import dlo_core
 from dlo_core.testing.conformance.base import BackendSuite
-from dlo_core.testing.conformance.toy import ToyModel, batch, state_of
+from dlo_core.testing.toys import assert_restored, inputs, make_portable_toy, snapshot, twin
 
 if TYPE_CHECKING:
     from dlo_core.testing.conformance.lab import Lab
@@ -28,18 +27,18 @@ class EngineConformance(BackendSuite):
     def test_an_offloaded_model_gives_the_resident_bits(
         self, lab: Lab, num_blocks: int, depth: int, mode: str
     ) -> None:
-        model = ToyModel(num_blocks)
-        resident = copy.deepcopy(model).to(lab.backend.device)
-        before = state_of(model)
+        model = make_portable_toy(num_blocks)
+        resident = twin(model).to(lab.backend.device)
+        before = snapshot(model)
         offloaded = dlo_core.offload(model, device=lab.backend, depth=depth)
         with getattr(torch, mode)():
             assert_same_passes(model, resident, lab.backend.device)
         offloaded.disable()
-        assert state_of(model) == before, "disable() did not give the model back as it was"
+        assert_restored(model, before)
 
     def test_a_model_is_offloaded_again_and_again(self, lab: Lab) -> None:
-        model = ToyModel(4, seed=1)
-        resident = copy.deepcopy(model).to(lab.backend.device)
+        model = make_portable_toy(4, seed=1)
+        resident = twin(model).to(lab.backend.device)
         for _ in range(3):
             offloaded = dlo_core.offload(model, device=lab.backend)
             with torch.inference_mode():
@@ -48,21 +47,21 @@ class EngineConformance(BackendSuite):
 
     def test_the_slots_are_given_back(self, lab: Lab) -> None:
         before = lab.allocated()
-        model = ToyModel(4, seed=2)
+        model = make_portable_toy(4, seed=2)
         offloaded = dlo_core.offload(model, device=lab.backend)
         with torch.inference_mode():
-            model(batch(lab.backend.device))
+            model(inputs().to(lab.backend.device))
         assert lab.backend.memory().allocated > before, "memory() does not count the slots"
         offloaded.disable()
         del offloaded
         assert lab.allocated() == before
 
     def test_the_statistics_can_be_read(self, lab: Lab) -> None:
-        model = ToyModel(4, seed=3)
+        model = make_portable_toy(4, seed=3)
         offloaded = dlo_core.offload(model, device=lab.backend)
         with torch.inference_mode():
             for _ in range(2):
-                model(batch(lab.backend.device))
+                model(inputs().to(lab.backend.device))
         lab.settle()
         stats = offloaded.stats()
         assert stats.passes == 2
@@ -75,7 +74,7 @@ def assert_same_passes(
     model: torch.nn.Module, resident: torch.nn.Module, device: torch.device
 ) -> None:
     """Run several passes without a wait between them, and compare each."""
-    outs = [model(batch(device, seed)) for seed in range(_PASSES)]
+    outs = [model(inputs(seed).to(device)) for seed in range(_PASSES)]
     for seed, out in enumerate(outs):
-        wanted = resident(batch(device, seed))
+        wanted = resident(inputs(seed).to(device))
         assert torch.equal(out, wanted), f"pass {seed} differs from the resident run"

@@ -5,7 +5,6 @@ They are functions of a module, so that a spawned process can be given one by it
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ import dlo_core
 from dlo_core.testing.conformance.engine import assert_same_passes
 from dlo_core.testing.conformance.lab import Lab, pattern
 from dlo_core.testing.conformance.member import TIMEOUT_S
-from dlo_core.testing.conformance.toy import ToyModel, state_of
+from dlo_core.testing.toys import assert_restored, make_portable_toy, snapshot, twin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -182,9 +181,9 @@ def gather_alone(lab: Lab, collective: Collective, out: torch.Tensor, shard: tor
 
 def run_model(member: Member, settings: Sequence[dict[str, Any]]) -> None:
     """Offload a model over the group, and compare it with the resident run."""
-    backend, model = member.backend, ToyModel(5)
-    resident = copy.deepcopy(model).to(backend.device)
-    before = state_of(model)
+    backend, model = member.backend, make_portable_toy(5)
+    resident = twin(model).to(backend.device)
+    before = snapshot(model)
     for each in settings:
         offloaded = dlo_core.offload(
             model, device=backend, group=member.group, timeout_s=TIMEOUT_S, **each
@@ -193,7 +192,7 @@ def run_model(member: Member, settings: Sequence[dict[str, Any]]) -> None:
         with torch.inference_mode():
             assert_same_passes(model, resident, backend.device)
         offloaded.disable()
-        assert state_of(model) == before, f"{each}: disable() did not give the model back"
+        assert_restored(model, before)
     member.barrier()
 
 
