@@ -13,7 +13,7 @@ from toys import make_toy
 
 import dlo_core as dlo
 from dlo_core import registry
-from dlo_core.testing.conformance.toy import ToyModel
+from dlo_core.testing.toys import make_portable_toy
 
 if TYPE_CHECKING:
     from dlo_core.interface import Backend
@@ -41,7 +41,7 @@ def build(num_blocks: int, dtypes: str = "mixed", seed: int = 0) -> nn.Module:
     """Return a frozen toy on the host: ``mixed`` has awkward dtypes and strides, else ``bf16``."""
     if dtypes == "bf16":
         return make_toy(num_blocks, seed, torch.bfloat16)
-    return ToyModel(num_blocks, seed)
+    return make_portable_toy(num_blocks, seed)
 
 
 def inputs_of(model: nn.Module, device: torch.device, seed: int = 0) -> torch.Tensor:
