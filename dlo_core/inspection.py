@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +13,13 @@ from dlo_core.checkpoint import Checkpoint, CheckpointTensor
 from dlo_core.checkpoint_files import candidates
 from dlo_core.config import OffloadConfig
 from dlo_core.errors import CheckpointError, ConfigError
+from dlo_core.inspection_report import (
+    FileReport,
+    Inspection,
+    LayoutReport,
+    RankReport,
+    StackReport,
+)
 from dlo_core.layout import BlockLayout, TensorSpec, contiguous_stride
 from dlo_core.plan import Loading, plan_model
 from dlo_core.safetensors_header import read_header
@@ -24,125 +30,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = [
-    "FileReport",
-    "Inspection",
-    "LayoutReport",
-    "RankReport",
-    "StackReport",
-    "inspect_checkpoint",
-]
+__all__ = ["inspect_checkpoint"]
 
 # That of most backends; a few more bytes a tensor on others.
 _ALIGNMENT = 256
 # A list of layers is a stack of blocks from this share of all bytes on, as in discovery.py.
 _SHARE = 0.01
 _ODD = {torch.float64: "twice the bytes of float32", torch.complex64: "complex numbers"}
-
-
-@dataclass(frozen=True, slots=True)
-class FileReport:
-    """One file.
-
-    Attributes:
-        name: Its name.
-        nbytes: Its size.
-        num_tensors: Tensors in it.
-    """
-
-    name: str
-    nbytes: int
-    num_tensors: int
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutReport:
-    """The blocks of a stack that look the same.
-
-    Attributes:
-        numbers: Which blocks.
-        num_tensors: Tensors of each.
-        nbytes: Bytes of each, as it lies in a slot.
-        dtypes: Bytes of each by dtype.
-    """
-
-    numbers: tuple[str, ...]
-    num_tensors: int
-    nbytes: int
-    dtypes: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class StackReport:
-    """A container of blocks.
-
-    Attributes:
-        name: Its dotted name.
-        num_blocks: Blocks in it.
-        nbytes: Bytes of all of them.
-        layouts: The kinds of blocks.
-    """
-
-    name: str
-    num_blocks: int
-    nbytes: int
-    layouts: tuple[LayoutReport, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RankReport:
-    """What a group of some size would take.
-
-    Attributes:
-        ranks: Size of the group.
-        host_nbytes: Bytes of one rank's shards, in gather mode.
-        slots_nbytes: Two slots on each device.
-        stages_nbytes: Two stages on each device.
-    """
-
-    ranks: int
-    host_nbytes: int
-    slots_nbytes: int
-    stages_nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """What a checkpoint holds.
-
-    Attributes:
-        path: Where it is.
-        model: The class that it was compared with, or None.
-        files: Its files.
-        num_tensors: All tensors.
-        nbytes: Bytes of all tensors.
-        dtypes: Bytes by dtype.
-        stacks: The blocks.
-        outside_tensors: Tensors in no block, which stay on the device.
-        outside_nbytes: Their bytes.
-        ranks: Bytes for groups of some sizes.
-        unread: Files of the folder that would not be read.
-        notes: What may surprise.
-        problems: Why it would be refused.
-    """
-
-    path: str
-    model: str | None
-    files: tuple[FileReport, ...]
-    num_tensors: int
-    nbytes: int
-    dtypes: dict[str, int]
-    stacks: tuple[StackReport, ...]
-    outside_tensors: int
-    outside_nbytes: int
-    ranks: tuple[RankReport, ...]
-    unread: tuple[str, ...]
-    notes: tuple[str, ...]
-    problems: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values that JSON can hold."""
-        return asdict(self)
 
 
 def inspect_checkpoint(

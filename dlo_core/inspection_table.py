@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from dlo_core.inspection import Inspection
+    from dlo_core.inspection_report import Inspection
 
 __all__ = ["print_inspection"]
 

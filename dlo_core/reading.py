@@ -14,22 +14,21 @@ threads end before the error goes on, each after the call that it is in.
 from __future__ import annotations
 
 import os
-import queue
-import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from dlo_core.crew import run_in_threads
 from dlo_core.file_reads import MAX_OUTS, Scratch
 from dlo_core.pieces import Extent, Laid
 from dlo_core.rawbytes import move_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from dlo_core.checkpoint import Checkpoint
+    from dlo_core.crew import Job, Listener
     from dlo_core.layout import TensorSpec
     from dlo_core.safetensors_header import CheckpointTensor
 
@@ -47,7 +46,6 @@ CALL_NBYTES = 8 << 20
 # Less than this is read before a thread has started.
 _ALONE_NBYTES = 4 << 20
 _MOST_THREADS = 16
-_START_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,12 +100,6 @@ class _Source(Protocol):
     ) -> Iterator[Piece]: ...
 
 
-class _Progress(Protocol):
-    def expect(self, nbytes: int) -> None: ...
-
-    def add(self, nbytes: int) -> None: ...
-
-
 def default_threads() -> int:
     """Return how many threads read at once where nobody says: one a CPU, at most 16."""
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
@@ -124,7 +116,7 @@ class Work:
 
     def __init__(self) -> None:
         """Start with nothing."""
-        self._moved: list[_Job] = []
+        self._moved: list[Job] = []
         self._stored: list[_Row] = []
 
     def add(self, source: _Source, spec: TensorSpec, start: int, out: memoryview) -> None:
@@ -164,13 +156,13 @@ class Work:
         self._moved += other._moved
         self._stored += other._stored
 
-    def jobs(self) -> list[_Job]:
+    def jobs(self) -> list[Job]:
         """Return the calls in order."""
         return self._moved + list(_calls(sorted(self._stored, key=lambda row: row[0])))
 
     def run(
         self,
-        report: _Progress | None = None,
+        report: Listener | None = None,
         *,
         threads: int = 1,
     ) -> None:
@@ -195,7 +187,7 @@ class Work:
                 job.run(scratch)
                 listener.add(job.done_nbytes)
         else:
-            _run_in_threads(jobs, listener, threads)
+            run_in_threads(jobs, listener, threads)
         for checkpoint in checkpoints:
             checkpoint.check_unchanged()
 
@@ -210,15 +202,6 @@ class _Silence:
 
     def add(self, nbytes: int) -> None:
         pass
-
-
-class _Job(Protocol):
-    @property
-    def done_nbytes(self) -> int: ...
-
-    def announce(self) -> None: ...
-
-    def run(self, scratch: Scratch) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,7 +275,7 @@ class _Call:
         self._checkpoint: Checkpoint | None = None
         self._start = self._end = 0
 
-    def add(self, checkpoint: Checkpoint, piece: Extent) -> Iterator[_Job]:
+    def add(self, checkpoint: Checkpoint, piece: Extent) -> Iterator[Job]:
         offset, out = piece.offset, piece.out
         key = (id(checkpoint), str(piece.stored.path))
         while len(out):
@@ -308,7 +291,7 @@ class _Call:
             self._end += len(part)
             offset += len(part)
 
-    def end(self) -> Iterator[_Job]:
+    def end(self) -> Iterator[Job]:
         if self._outs:
             assert self._checkpoint is not None
             yield _ReadJob(self._checkpoint, self._start, self._outs, self._end - self._start)
@@ -328,7 +311,7 @@ def _cut(row: _Row) -> Iterator[_Row]:
         out, offset = out[room:], offset + room
 
 
-def _calls(rows: Iterable[_Row]) -> Iterator[_Job]:
+def _calls(rows: Iterable[_Row]) -> Iterator[Job]:
     call = _Call()
     for _, checkpoint, piece in rows:
         if isinstance(piece, Extent):
@@ -337,78 +320,3 @@ def _calls(rows: Iterable[_Row]) -> Iterator[_Job]:
         yield from call.end()
         yield _LayJob(checkpoint, piece) if isinstance(piece, Laid) else _ComputeJob(piece)
     yield from call.end()
-
-
-def _run_in_threads(jobs: Sequence[_Job], report: _Progress, threads: int) -> None:
-    """See [Note: reading]."""
-    crew = _Crew(jobs)
-    try:
-        crew.start(threads)
-        for nbytes in crew.done():
-            report.add(nbytes)
-    finally:
-        crew.stop()
-
-
-class _Crew:
-    """Threads that take jobs in their order."""
-
-    def __init__(self, jobs: Sequence[_Job]) -> None:
-        self._jobs = list(jobs)
-        self._next = self._ahead = 0
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
-        self._told: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-
-    def start(self, count: int) -> None:
-        self._ahead = count
-        for number in range(count):
-            thread = threading.Thread(target=self._work, name=f"dlo-read-{number}", daemon=True)
-            # First: an interrupt may come inside of start().
-            self._threads.append(thread)
-            thread.start()
-
-    def done(self) -> Iterator[int]:
-        """Yield the bytes of each job that is done; raise the first error of a thread."""
-        left = len(self._threads)
-        while left:
-            told = self._told.get()
-            if told is None:
-                left -= 1
-            elif isinstance(told, BaseException):
-                raise told
-            else:
-                yield told
-
-    def stop(self) -> None:
-        self._stopped.set()
-        for thread in self._threads:
-            # One that was interrupted while it was started may have to begin before it can end.
-            deadline = time.monotonic() + _START_S
-            while not thread.is_alive() and thread in threading.enumerate():
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.001)
-            if thread.is_alive():
-                thread.join()
-        self._threads = []
-
-    def _work(self) -> None:
-        scratch = Scratch()
-        try:
-            while not self._stopped.is_set():
-                with self._lock:
-                    number, self._next = self._next, self._next + 1
-                if number >= len(self._jobs):
-                    break
-                if number + self._ahead < len(self._jobs):
-                    self._jobs[number + self._ahead].announce()
-                job = self._jobs[number]
-                job.run(scratch)
-                self._told.put(job.done_nbytes)
-        # The caller's thread must hear of it, whatever it is.
-        except BaseException as error:
-            self._stopped.set()
-            self._told.put(error)
-        self._told.put(None)
