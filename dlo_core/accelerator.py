@@ -192,10 +192,10 @@ class AcceleratorBackend(Backend):
         """Queue the copy; asynchronous where the host side is pinned."""
         with torch.inference_mode(False), torch.no_grad():
             dst.copy_(src, non_blocking=True)
-            current: Any = self.current_stream()
             for side in (dst, src):
                 # torch's allocator knows the stream on which a tensor was made, and no other.
                 if side.device.type == self.name:
+                    current: Any = self.current_stream()
                     side.record_stream(current)
 
     def new_check(self) -> Check:

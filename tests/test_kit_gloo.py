@@ -183,7 +183,7 @@ MISSING = {
     ),
     "no wait on drained, in place": (
         IN_PLACE,
-        "InPlaceTransfer.fill: self._copy_stream.wait_event(slot.drained)",
+        "InPlaceTransfer._part_copy: self._copy_stream.wait_event(slot.drained)",
     ),
     "drained not recorded": (STAGED, "Transfer.release: stream.record_event(slot.drained)"),
     "no wait on filled": (STAGED, "Transfer.acquire: stream.wait_event(slot.filled)"),

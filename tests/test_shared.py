@@ -304,7 +304,8 @@ def die_leaving_a_note(folder: Path) -> None:
 def assert_all_is_gone(folder: Path, *, ranks: int) -> None:
     """Check that nobody has the memory that the processes had that left a note."""
     notes = [set(map(int, note.read_text().split())) for note in folder.iterdir()]
-    assert len(notes) == ranks
+    # A rank may hear of another's death before it comes to its own.
+    assert 1 <= len(notes) <= ranks
     left = set().union(*notes)
     assert left
     # It has a name in no folder, so who has it has it mapped or open.
