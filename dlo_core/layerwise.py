@@ -428,7 +428,7 @@ class LayerwiseOffload:
                 cannot be written.
             AgreementError: The ranks were given different values or did not call it alike.
         """
-        agreement = self._sharing_agreement()
+        agreement = self._writing_agreement()
         engine, number = self._chosen(model, None, agreement, "update_weights()")
         refit = Refit(engine, number, agreement, strict=strict)
         return refit.run(named_tensors)
@@ -458,7 +458,7 @@ class LayerwiseOffload:
         Raises:
             DloError: As ``update_weights()``.
         """
-        agreement = self._sharing_agreement()
+        agreement = self._writing_agreement()
         engine, number = self._chosen(model, None, agreement, "load_state_dict()")
         return load_state(engine, number, agreement, state_dict, strict=strict, assign=assign)
 
@@ -572,7 +572,11 @@ class LayerwiseOffload:
         return self._agreement
 
     def _sharing_agreement(self) -> Agreement:
-        """Return those whose weights must stay alike: who gathers or shares, or this rank alone."""
+        """Return those whose weights must stay alike: the ranks that gather, or this one alone."""
+        return self._living_agreement() if self._gathers else LoneAgreement()
+
+    def _writing_agreement(self) -> Agreement:
+        """Return those whose weights change together: who gathers or shares memory, or this one."""
         shares = self._engine is not None and "shared" in self._engine.store.tiers
         return self._living_agreement() if self._gathers or shares else LoneAgreement()
 

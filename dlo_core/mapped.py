@@ -167,6 +167,12 @@ class StagedStore(HostStore):
         """Return nothing: the feed reads it."""
         return ()
 
+    def whole(self, index: int) -> torch.Tensor:
+        """Return a copy of the shard, read from the file."""
+        run = torch.empty(self._shards.sizes[index], dtype=torch.uint8, device="cpu")
+        PageReader(self._shards)(index, run, lambda: False)
+        return run
+
     def feed(self) -> Feed:
         """Return a feed with a worker of its own."""
         self._feed = StagingFeed(
@@ -261,6 +267,13 @@ class PagesStore(HostStore):
     def parts(self, index: int) -> tuple[Part, ...]:
         """Return the pieces of the file that are the shard, and its trailer."""
         return self._parts[index]
+
+    def whole(self, index: int) -> torch.Tensor:
+        """Return a copy of the shard, out of its pages."""
+        run = torch.zeros(self._sizes[index], dtype=torch.uint8, device="cpu")
+        for at, part in self._parts[index]:
+            move_bytes(run[at : at + part.nbytes], part)
+        return run
 
     def release(self) -> None:
         """Unlock the pages and let the files go."""

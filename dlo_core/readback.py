@@ -97,7 +97,7 @@ class ReadBack:
     def tensor(self, number: int, index: int) -> torch.Tensor:
         """Return one tensor of a block in memory of its own; where nothing is gathered."""
         spec = self.layout(number).tensors[index]
-        return tensor_from(spec, self._store.shard(number))
+        return tensor_from(spec, self._store.whole(number))
 
     def blocks(self, *, receive: bool = True) -> Generator[Values, None, None]:
         """Yield every block's number and the values of its tensors, in memory of their own.
@@ -117,7 +117,7 @@ class ReadBack:
         elif receive:
             for number in range(self._first, self._first + len(self._layouts)):
                 with self.entered():
-                    values = self._tensors(number, self._store.shard(number))
+                    values = self._tensors(number, self._store.whole(number))
                 yield number, values
 
     def _gathered(self, receive: bool) -> Generator[Values, None, None]:

@@ -90,6 +90,7 @@ class Refit:
         self._engine = engine
         self._model = model
         self._agreement = agreement
+        self._together = agreement.size > 1
         self._strict = strict
         self._complete = complete
         self._streamer = engine.streamers[model]
@@ -148,8 +149,14 @@ class Refit:
                     "given"
                 )
             facts |= {f"value of {name!r}": digest for name, digest in checked.digests.items()}
+        elif self._together and not self._state.gathers:
+            raise UseError(
+                f"{_WHAT} was given an iterator, but the ranks of this node share one copy of the "
+                "weights (host='shared'), and what the iterator reads one rank may have written "
+                "already: give a mapping or a list"
+            )
         facts["given as"] = "an iterator" if checked is None else "a whole"
-        return checked, facts if self._state.gathers else {}
+        return checked, facts if self._together else {}
 
     def _update(self, given: NamedTensors, checked: _Told | None) -> tuple[str, ...]:
         told = _Told()
@@ -191,7 +198,7 @@ class Refit:
                 error, text = answer.problem
                 ours = issubclass(error, DloError) and not issubclass(error, FillError)
                 raise (error if ours else AgreementError)(f"{_WHAT} failed on rank {rank}: {text}")
-        if compare and self._state.gathers:
+        if compare and self._together:
             facts = {f"value of {name!r}": digest for name, digest in told.digests.items()}
             agree_on(self._agreement, facts, _WHAT)
         for name in told.written:
@@ -214,7 +221,7 @@ class Refit:
             told.unknown.append(name)
             return None
         dense = _plain(name, value, target)
-        if hashed and (self._state.gathers or target.first in self._tied):
+        if hashed and (self._together or target.first in self._tied):
             digest = _digest(dense)
             known = told.digests.setdefault(target.first, digest)
             if known != digest:

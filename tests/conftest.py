@@ -22,7 +22,7 @@ REPEATS = frozenset(
         "test_cases_lifecycle.py::test_a_block_that_calls_itself_or_another_is_right_or_an_error[3-2]",
         "test_demo_run.py::test_two_ranks_draw_the_same_bits_streamed_as_resident[rank-local]",
         "test_kit_gloo.py::test_the_engine_as_it_is_has_no_race_and_right_bits[3-0-1]",
-        "test_lifecycle.py::test_a_failure_in_any_step_on_one_rank_is_told_to_all[None]",
+        "test_lifecycle.py::test_a_failure_in_any_step_on_one_rank_is_told_to_all[2-None]",
         "test_lifecycle.py::test_a_process_ends_cleanly_whatever_was_closed_first",
         "test_lifecycle.py::test_enable_and_disable_ten_times[2-2]",
         "test_lifecycle.py::test_enable_and_disable_ten_times[3-2]",

@@ -373,6 +373,24 @@ def run_passes(model: nn.Module, count: int) -> None:
             model(inputs(number))
 
 
+@pytest.mark.parametrize("locked", [False, True])
+def test_weights_in_pages_of_a_file_are_read_but_not_updated(
+    locked: bool, checkpoint: Path
+) -> None:
+    model = make_toy(5)
+    backend = PinningBackend(readonly_registration=True) if locked else PoisonBackend(0)
+    offloaded = start(model, checkpoint, backend)
+    stored = make_toy(5).state_dict()
+    with pytest.raises(dlo.UseError, match=r"mapped tier keeps no copy.*use host='pinned'"):
+        offloaded.update_weights({"blocks.1.linear.bias": stored["blocks.1.linear.bias"] + 1})
+    run_passes(model, 2)
+    got = model.state_dict()
+    assert got.keys() == stored.keys()
+    for name, value in stored.items():
+        assert torch.equal(got[name], value), name
+    offloaded.disable()
+
+
 # --- failures -------------------------------------------------------------------------------------
 
 

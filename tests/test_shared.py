@@ -102,6 +102,34 @@ def test_all_ranks_map_one_memory_and_divide_the_reading(
     assert sum(done for _, _, done in rows) == blocks + size * rest
 
 
+def test_ranks_that_share_a_copy_update_it_together(checkpoint: Path) -> None:
+    """One of them writes; a rank with other values is noticed before anything is changed."""
+    fresh = make_toy(N, seed=1).state_dict()
+
+    def body(rank: int) -> str:
+        model, wanted = make_toy(N), make_toy(N, seed=1)
+        offloaded = start(model, PoisonBackend(0), checkpoint)
+        check(model, make_toy(N))
+        other = {**fresh, "blocks.0.linear.bias": fresh["blocks.0.linear.bias"] + rank}
+        with pytest.raises(dlo.AgreementError) as differ:
+            offloaded.update_weights(other)
+        with pytest.raises(dlo.UseError, match="give a mapping or a list"):
+            offloaded.update_weights(iter(fresh.items()))
+        check(model, make_toy(N))
+        offloaded.update_weights(fresh)
+        check(model, wanted)
+        assert torch.equal(
+            model.state_dict()["blocks.3.linear.weight"], fresh["blocks.3.linear.weight"]
+        )
+        assert len(segments()) == 1
+        offloaded.disable()
+        check(model, wanted)
+        return str(differ.value)
+
+    for text in run_ranks(body, 2):
+        assert "blocks.0.linear.bias" in text
+
+
 def test_two_nodes_keep_a_copy_each(checkpoint: Path) -> None:
     def body(rank: int) -> tuple[int, tuple[int, int]]:
         model = make_toy(N)
