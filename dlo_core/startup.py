@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -255,7 +256,9 @@ class Startup:
         # All ranks have read: what one gives back, no other wants any more.
         for plan in plans:
             if plan.checkpoint is not None:
-                plan.checkpoint.give_back_pages()
+                # Advice to the system, after the last vote: its failure must not be this rank's.
+                with suppress(Exception):
+                    plan.checkpoint.give_back_pages()
         return made.engine, footprint
 
     def _share(self, made: _Made, wish: Wish) -> None:

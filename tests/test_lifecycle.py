@@ -160,6 +160,8 @@ def test_a_failure_in_any_step_on_one_rank_is_told_to_all(
         )
         # The same, and its finaliser needs what its constructor sets first.
         unguarded += ("_Made.address", "_Made.lock", "_Made.close_maker", "_Descriptor.__init__")
+        # Advice to the system, which harms nobody when it fails.
+        unguarded += (".give_back_pages", "CachedPages.give_back")
         steps = [s for s in steps[first:] if not s.startswith(MESSENGERS)]
         steps = [s for s in steps if not s.endswith(unguarded)]
         everyone: list[Any] = [None] * size
