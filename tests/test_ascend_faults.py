@@ -74,7 +74,7 @@ def offload_without_pins(rank: int) -> tuple[str, int, int, list[str]]:
     text = ""
     with ascend_stub.failing("MallocHost", code=OUT_OF_MEMORY, count=100):
         try:
-            dlo.offload(model, device=backend)
+            dlo.offload(model, device=backend, host="pinned")
         except dlo.HostMemoryError as error:
             text = str(error)
     gc.collect()

@@ -35,10 +35,12 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script on the dlo that is tested here."""
-    path = str(Path(dlo_core.__file__).parent.parent)
+    environment = os.environ | {"PYTHONPATH": str(Path(dlo_core.__file__).parent.parent)}
+    # The scripts' helpers lie beside them.
+    environment.pop("PYTHONSAFEPATH", None)
     return subprocess.run(
         [sys.executable, str(FOLDER / name), *arguments],
-        env=os.environ | {"PYTHONPATH": path},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=170,
