@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "host_memory.py
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(540)
 def test_the_system_counts_one_copy_and_one_reading(tmp_path: Path) -> None:
     """As in docs/host-memory.md, with half a gigabyte.
 
@@ -25,7 +25,7 @@ def test_the_system_counts_one_copy_and_one_reading(tmp_path: Path) -> None:
     command += ["--blocks", "12", "--rows", "21972"]
     for case in ("rank-local, pageable", "rank-local, shared", "rank-local, mapped", "gather"):
         command += ["--case", case]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=160, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     nbytes = told["checkpoint_nbytes"]
