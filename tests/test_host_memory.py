@@ -36,7 +36,9 @@ def test_the_system_counts_one_copy_and_one_reading(tmp_path: Path) -> None:
     assert 3.9 <= rows["rank-local, pageable"]["after"] <= 4.1 + slack
     for case in ("rank-local, shared", "rank-local, mapped", "gather"):
         # While a block is gathered gloo takes room for one in each of four ranks.
-        scratch = 4 / 12 if case == "gather" else 0.15
+        # Else a block that one rank holds twice for a moment is a twelfth; on a busy machine more
+        # than one rank does. A second copy would be a whole.
+        scratch = 4 / 12 if case == "gather" else 0.25
         assert rows[case]["after"] <= 1.0 + slack, rows[case]
         assert rows[case]["peak"] <= 1.0 + scratch + slack, rows[case]
         assert rows[case]["disk"] <= 1.02, rows[case]
