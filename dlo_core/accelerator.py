@@ -127,6 +127,10 @@ class _DeviceCollective(Collective):
         """Queue the gather and let the current stream wait for it; the host does not."""
         all_gather_bytes(out, shard, group=living(self._group))
 
+    def abort(self, error: BaseException) -> None:
+        """Give up gathers under way; their streams go on with whatever bytes there are."""
+        abort_group(self._group)
+
     def close(self) -> None:
         """Give up gathers under way, and the group with them; then nothing touches their memory."""
         group, self._group = self._group, None

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from dlo_core.board import Board
 from dlo_core.collective import release_group
 from dlo_core.errors import AgreementError, ConfigError, DloError, FillError
 from dlo_core.rendezvous import MissingRanks, default_store, meet, new_group_of
+from dlo_core.store_line import StoreLine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
 __all__ = ["Agreement", "GroupAgreement", "LoneAgreement", "agree_on"]
@@ -100,6 +103,13 @@ class Agreement(ABC):
     def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
         """Return a new process group of the same ranks; all of them must call this."""
 
+    def board(self) -> Board | None:
+        """Return where the ranks write what they do; a new one on every call, all ranks alike.
+
+        None where nobody needs one.
+        """
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Give the control group back. Idempotent, no collective."""
@@ -163,12 +173,18 @@ class LoneAgreement(Agreement):
 class GroupAgreement(Agreement):
     """The ranks of a control group."""
 
-    def __init__(self, group: ProcessGroup | Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup | Sequence[int],
+        timeout_s: float,
+        patience_s: float | None = None,
+    ) -> None:
         """Make a control group of the ranks of ``group``; all of them must come.
 
         Args:
             group: A process group, or the global ranks in the order of their group ranks.
             timeout_s: How long the ranks wait for each other.
+            patience_s: How long to wait for the store of the job; None: as long.
 
         Raises:
             AgreementError: A rank did not come within ``timeout_s``.
@@ -180,14 +196,17 @@ class GroupAgreement(Agreement):
         self._timeout_s = timeout_s
         self._steps = itertools.count()
         self._groups = itertools.count()
-        self._store = default_store()
+        self._boards = itertools.count()
+        self._line = StoreLine(default_store(), patience_s or timeout_s)
         self._group: ProcessGroup | None = None
         try:
-            self._name = f"dlo-{meet(self._store, self.members, self.rank, timeout_s)}"
+            self._name = f"dlo-{meet(self._line, self.members, self.rank, timeout_s)}"
             self._group = new_group_of(self.members, "gloo", timeout_s, f"{self._name}-control")
         except MissingRanks as error:
+            self._line.close()
             raise self._nobody("offload()", error.ranks, error) from None
         except RuntimeError as error:
+            self._line.close()
             raise self._nobody("offload()", (), error) from error
         # A model that is forgotten without disable() takes its groups along.
         self._finalizer = weakref.finalize(self, release_group, self._group)
@@ -235,16 +254,33 @@ class GroupAgreement(Agreement):
 
     def announce(self, topic: str, number: int) -> None:
         """Tell all ranks through the store."""
-        self._store.set(f"dlo/{self._name}/{topic}/{self.rank}", str(number))
+        key = f"dlo/{self._name}/{topic}/{self.rank}"
+        self._line.post(lambda store: store.set(key, str(number)))
 
     def heard(self, topic: str) -> list[int]:
         """Return every rank's number in the store."""
-        return [self.heard_from(rank, topic) for rank in range(self.size)]
+        return self._numbers(topic, range(self.size))
 
     def heard_from(self, rank: int, topic: str) -> int:
         """Return one rank's number in the store."""
-        key = f"dlo/{self._name}/{topic}/{rank}"
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+        return self._numbers(topic, (rank,))[0]
+
+    def _numbers(self, topic: str, ranks: Iterable[int]) -> list[int]:
+        keys = [f"dlo/{self._name}/{topic}/{rank}" for rank in ranks]
+
+        def read(store: Store) -> list[int]:
+            return [int(store.get(key)) if store.check([key]) else 0 for key in keys]
+
+        try:
+            return self._line.ask(read)
+        except RuntimeError as error:
+            raise AgreementError(
+                f"the other ranks cannot be asked how far they are: {error}"
+            ) from error
+
+    def board(self) -> Board:
+        """Return a board of these ranks in the store."""
+        return Board(self._line, f"{self._name}/{next(self._boards)}", self.rank, self.size)
 
     def collect(self, value: T, to: int, what: str) -> list[T]:
         """Return every rank's ``value`` on rank ``to``; each travels once."""
@@ -300,16 +336,19 @@ class GroupAgreement(Agreement):
         """Destroy the control group; local."""
         self._group = None
         self._finalizer()
+        self._line.close()
 
     def _arrive(self) -> str:
         """Tell the store that this rank came to the next exchange."""
         step = f"dlo/{self._name}/{next(self._steps)}"
-        self._store.set(f"{step}/{self.rank}", "1")
+        self._line.post(lambda store: store.set(f"{step}/{self.rank}", "1"))
         return step
 
     def _missing(self, step: str) -> list[int]:
         try:
-            return [r for r in range(self.size) if not self._store.check([f"{step}/{r}"])]
+            return self._line.ask(
+                lambda store: [r for r in range(self.size) if not store.check([f"{step}/{r}"])]
+            )
         except RuntimeError:
             return []
 

@@ -14,13 +14,24 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["LoneCollective", "abort_group", "all_gather_bytes", "living", "release_group"]
+__all__ = [
+    "GroupGone",
+    "LoneCollective",
+    "abort_group",
+    "all_gather_bytes",
+    "living",
+    "release_group",
+]
 
 # torch 2.13 deprecates all_gather_into_tensor for all_gather_single; a release has either or both.
 _ALL_GATHER = next(
     name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)
 )
 all_gather_bytes: Callable[..., object] = getattr(dist, _ALL_GATHER)
+
+
+class GroupGone(RuntimeError):
+    """Raised when a group of dlo's own was taken down under it."""
 
 
 class LoneCollective(Collective):
@@ -43,10 +54,10 @@ def living(group: ProcessGroup | None) -> ProcessGroup:
     over a group that was destroyed.
 
     Raises:
-        RuntimeError: It is gone.
+        GroupGone: It is.
     """
     if group is None or not _is_known(group):
-        raise RuntimeError(
+        raise GroupGone(
             "the process group of the weights is gone (destroy_process_group() was called, or the "
             "offload was closed)"
         )

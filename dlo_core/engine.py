@@ -10,7 +10,7 @@ import torch
 
 from dlo_core.attributes import find_attributes
 from dlo_core.binding import BlockBinding
-from dlo_core.errors import UseError
+from dlo_core.errors import AgreementError, UseError
 from dlo_core.hooks import Hooks
 from dlo_core.layout import BlockLayout
 from dlo_core.loader import count_shard_nbytes, load_blocks, load_shards
@@ -35,6 +35,7 @@ from dlo_core.transfer import (
     TravellingBlock,
     expected_trailers,
 )
+from dlo_core.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,6 +93,7 @@ class Engine:
         self.streamers: list[Streamer] = []
         self.states: list[ModelState] = []
         self.edited = False
+        self.watch: Watch | None = None
         self._hooks: list[Hooks] = []
         self._waves = itertools.count(1)
 
@@ -162,7 +164,7 @@ class Engine:
         for model, plan in enumerate(self.plans):
             agree: Agree = _AgreeAlone()
             if self.transfer.gathers:
-                agree = _AgreeOver(agreement, self._timeout_s, model)
+                agree = _AgreeOver(agreement, self._timeout_s, model, self.pool)
             count = len(plan.layouts)
             name = type(plan.model).__name__
             tape = Tape(
@@ -206,6 +208,26 @@ class Engine:
                 )
             )
             first += count
+        board = agreement.board() if self.transfer.gathers else None
+        if board is not None:
+            self.watch = Watch(
+                board,
+                self.pool,
+                self.streamers,
+                self.collective,
+                members=agreement.members,
+                timeout_s=self._timeout_s,
+                host_blocks=self._backend.capabilities.host_blocks,
+            )
+
+    def look(self) -> None:
+        """Raise when the offload has failed, or a peer will never come back; for waiting hosts.
+
+        Raises:
+            DloError: It has.
+        """
+        if self.watch is not None:
+            self.watch.look()
 
     def _make_state(self, plan: ModelPlan, streamer: Streamer) -> ModelState:
         readback = ReadBack(
@@ -380,10 +402,17 @@ class Engine:
 
     def release(self, reason: str) -> None:
         """Let all memory, streams and groups go without a collective; idempotent."""
-        # Memory that is freed here may still be read by compute that was queued before.
-        self._backend.current_stream().synchronize()
         for streamer in self.streamers:
             streamer.close(reason)
+        if self.watch is not None:
+            self.watch.close("closed", reason)
+        if self.pool.lock.acquire(blocking=False):
+            self.pool.lock.release()
+        else:
+            # Another thread is inside, and may wait for a peer for long.
+            self.collective.abort(UseError(reason))
+        # Memory that is freed here may still be read by compute that was queued before.
+        self._backend.current_stream().synchronize()
         for remainder in (part for parts in self.remainders for part in parts):
             remainder.release(reason)
         for plan in self.plans:
@@ -400,6 +429,8 @@ class Engine:
         """Let everything go before ``commit``; the models were not touched."""
         for streamer in self.streamers:
             streamer.close("loading failed")
+        if self.watch is not None:
+            self.watch.close("closed", "loading failed")
         self.transfer.close()
         self.pool.release()
         self.store.release()
@@ -440,18 +471,25 @@ class _AgreeAlone:
 class _AgreeOver:
     """The exchange over the control group; see [Note: the first pass] in tape.py."""
 
-    def __init__(self, agreement: Agreement, timeout_s: float, model: int) -> None:
+    def __init__(self, agreement: Agreement, timeout_s: float, model: int, pool: Pool) -> None:
         self._agreement = agreement
         self._timeout_s = timeout_s
         self._topic = f"fills of model {model}"
+        self._pool = pool
 
     def __call__(self, mine: FirstPass, serve: Callable[[int], None]) -> FirstPass:
-        answers = self._agreement.exchange(
-            mine,
-            "the ring order after the first pass",
-            self._timeout_s,
-            meanwhile=lambda: serve(self._agreement.announced(self._topic)),
-        )
+        def meanwhile() -> None:
+            if self._pool.failure is not None:
+                raise self._pool.failure
+            serve(self._agreement.announced(self._topic))
+
+        what = "the ring order after the first pass"
+        try:
+            answers = self._agreement.exchange(mine, what, self._timeout_s, meanwhile=meanwhile)
+        except AgreementError as error:
+            if self._pool.explain is None:
+                raise
+            raise AgreementError(f"{what}: {self._pool.explain().text} ({error})") from error
         return agreed(answers)
 
     def announce(self, wanted: int) -> None:

@@ -59,13 +59,26 @@ class FillError(DloError, RuntimeError):
         rank: Rank in the shard group on which the error was seen.
         block: Dotted name of the block.
         fill: Number of the fill on the tape.
+        culprit: Rank in the shard group that is to blame; -1 where it cannot be named.
+        reason: What is known about the cause, without what it did to this rank.
     """
 
-    def __init__(self, message: str, *, rank: int, block: str, fill: int) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        block: str,
+        fill: int,
+        culprit: int = -1,
+        reason: str = "",
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.block = block
         self.fill = fill
+        self.culprit = culprit
+        self.reason = reason
 
 
 class FillTimeout(FillError):

@@ -198,6 +198,18 @@ class Collective(ABC):
             shard: ``uint8``, contiguous; may be this rank's own part of ``out``.
         """
 
+    def abort(self, error: BaseException) -> None:
+        """Give up the gathers that are under way, so that nobody waits for them any more.
+
+        Called from any thread, once, when the offload has failed; never waits for another rank.
+        ``close`` comes later. Where it does nothing, who waits gets on when the comm library's own
+        timeout is over.
+
+        Args:
+            error: What to raise to a host that waits for one of them.
+        """
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Give the process group back without entering a collective. Idempotent.

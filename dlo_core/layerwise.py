@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -92,13 +93,14 @@ class LayerwiseOffload:
         self._config = config
         self._topology = topology
         self._shard_group = ShardGroup.of(config, group, topology)
-        agreement = self._shard_group.meet(config.load_timeout_s)
+        agreement = self._shard_group.meet(config.load_timeout_s, config.timeout_s)
         self._agreement: Agreement | None = agreement
         self._rank, self._size = agreement.rank, agreement.size
         self._engine: Engine | None = None
         self._models: tuple[nn.Module, ...] = ()
         self._footprint: Footprint | None = None
         self._shut_down = False
+        self._closing = threading.RLock()
         self._backend = self._find_backend(device, agreement)
         alone = group is None and topology is None
         if alone and config.use_allgather and _world_size() > 1:
@@ -162,6 +164,20 @@ class LayerwiseOffload:
         if self._footprint is None:
             raise UseError("footprint is known once enable() was called")
         return self._footprint
+
+    @property
+    def failed(self) -> bool:
+        """Whether something closed the offload for good; ``failure`` says what.
+
+        Then every later call raises, but ``shutdown()``, ``stats()`` and ``disable()``, which
+        works where it needs no other rank. ``offload(..., reuse=this)`` begins anew.
+        """
+        return self.failure is not None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What closed the offload for good, or None; a ``FillError`` names rank and block."""
+        return None if self._engine is None else self._engine.pool.failure
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
@@ -230,7 +246,7 @@ class LayerwiseOffload:
         if self._shut_down:
             raise UseError("this offload was shut down; make a new one")
         agreement = self._agreement = self._agreement or self._shard_group.meet(
-            self._config.load_timeout_s
+            self._config.load_timeout_s, self._config.timeout_s
         )
         startup = Startup(self._config, backend=self._backend, agreement=agreement)
         request = Request(
@@ -285,15 +301,18 @@ class LayerwiseOffload:
         )
 
     def shutdown(self) -> None:
-        """Release all memory without restoring and without a collective; safe to call twice.
+        """Release all memory without restoring and without a collective.
 
-        Afterwards the models raise when they are called; ``disable(to="meta")`` makes them plain.
+        Any thread may call it at any time, and again. A forward that another thread is in ends
+        with an error. Afterwards the models raise when they are called; ``disable(to="meta")``
+        makes them plain.
         """
-        if self._engine is not None and not self._shut_down:
-            self._engine.release(_SHUT_DOWN)
-            _logger.info("shut down%s", self._where(), extra=self._extra)
-        self._shut_down = True
-        self._close_agreement()
+        with self._closing:
+            if self._engine is not None and not self._shut_down:
+                self._engine.release(_SHUT_DOWN)
+                _logger.info("shut down%s", self._where(), extra=self._extra)
+            self._shut_down = True
+            self._close_agreement()
 
     def refresh(self) -> None:
         """Accept modules and tensors that appeared in or vanished from the models; place new ones.
@@ -483,7 +502,7 @@ class LayerwiseOffload:
         Raises:
             UseError: Nothing is enabled.
         """
-        return collect_stats(self._running())
+        return collect_stats(self._present())
 
     def __enter__(self) -> LayerwiseOffload:
         """Return itself."""
@@ -566,8 +585,7 @@ class LayerwiseOffload:
         return engine, do_together(agreement, what, check)
 
     def _living_agreement(self) -> Agreement:
-        if self._agreement is None:
-            self._running()
+        self._running()
         assert self._agreement is not None
         return self._agreement
 
@@ -601,6 +619,12 @@ class LayerwiseOffload:
         return f" on rank {self.rank} of {self.size}" if self.size > 1 else ""
 
     def _running(self) -> Engine:
+        """Return the running parts; raise when they have failed, and ask nobody about it."""
+        engine = self._present()
+        engine.streamers[0].check_alive()
+        return engine
+
+    def _present(self) -> Engine:
         if self._engine is None or self._shut_down:
             state = "was shut down" if self._shut_down else "is not enabled"
             raise UseError(f"this offload {state}")

@@ -64,8 +64,12 @@ class ShardGroup:
             )
         return cls(group, within, node)
 
-    def meet(self, timeout_s: float) -> Agreement:
+    def meet(self, timeout_s: float, patience_s: float | None = None) -> Agreement:
         """Return how the ranks agree; all of ``group`` must call this.
+
+        Args:
+            timeout_s: How long they wait for each other.
+            patience_s: How long they wait for the store of the job; None: as long.
 
         Raises:
             ConfigError: This process is not in the group.
@@ -82,7 +86,7 @@ class ShardGroup:
         member = check_member(group)
         if dist.get_world_size(member) == 1:
             return LoneAgreement()
-        whole = GroupAgreement(member, timeout_s)
+        whole = GroupAgreement(member, timeout_s, patience_s)
         try:
             told = whole.exchange((self.within_node, self.node), "offload()")
             if len({within for within, _ in told}) > 1:
@@ -102,4 +106,4 @@ class ShardGroup:
         members = split_by_node(whole.members, [node for _, node in told], self.node)
         if len(members) == 1:
             return LoneAgreement()
-        return GroupAgreement(members, timeout_s)
+        return GroupAgreement(members, timeout_s, patience_s)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["Request", "Startup"]
 
 # Settings in which ranks may differ: the bytes that are gathered are the same.
+_SPARE_S = 60.0
 _OWN_SETTINGS = ("host", "pin_budget_bytes")
 
 
@@ -302,7 +303,12 @@ class Startup:
 
     def _make_collective(self) -> Collective:
         """Make the weights group and its collective, or neither."""
-        made = self._agreement.new_group(self._backend.comm_library, self._config.timeout_s)
+        limit_s = self._config.timeout_s
+        if not self._backend.capabilities.host_blocks:
+            # The watch comes first: a comm library of a device whose own limit is over may end the
+            # whole process.
+            limit_s = 2 * limit_s + _SPARE_S
+        made = self._agreement.new_group(self._backend.comm_library, limit_s)
         try:
             return self._backend.collective(made)
         except BaseException:
