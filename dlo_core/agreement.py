@@ -85,18 +85,26 @@ class Agreement(ABC):
         """Return what one rank announced last; 0 when it did not."""
         return self.heard(topic)[rank]
 
-    def collect(self, value: T, to: int, what: str) -> list[T]:
+    def collect(
+        self,
+        value: T,
+        to: int,
+        what: str,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> list[T]:
         """Return every rank's ``value`` on rank ``to``, and nothing on the others.
 
         Args:
             value: Picklable, of any size.
             to: The rank that gets them.
             what: Names it in the error.
+            meanwhile: Called now and then while the others are awaited.
 
         Raises:
             AgreementError: A rank did not come within the timeout.
         """
-        values = self.exchange(value, what)
+        values = self.exchange(value, what, meanwhile=meanwhile)
         return values if self.rank == to else []
 
     @abstractmethod
@@ -282,10 +290,17 @@ class GroupAgreement(Agreement):
         """Return a board of these ranks in the store."""
         return Board(self._line, f"{self._name}/{next(self._boards)}", self.rank, self.size)
 
-    def collect(self, value: T, to: int, what: str) -> list[T]:
+    def collect(
+        self,
+        value: T,
+        to: int,
+        what: str,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> list[T]:
         """Return every rank's ``value`` on rank ``to``; each travels once."""
         payload = pickle.dumps(value) if self.rank != to else b""
-        sizes = self.exchange(len(payload), what)
+        sizes = self.exchange(len(payload), what, meanwhile=meanwhile)
         deadline = time.monotonic() + self._timeout_s
         if self.rank != to:
             if payload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from dlo_core.readback import ReadBack
 from dlo_core.refresh import new_tensors, spec_of
 from dlo_core.remainder import Remainder, remainder_run
 from dlo_core.restore import give_back, give_back_meta, let_go, tensor_from
+from dlo_core.salvage import Salvage, fingerprint, keep_remainders
 from dlo_core.shard import trailers_nbytes
 from dlo_core.slots import Pool
 from dlo_core.source import ModuleTensor
@@ -38,7 +40,7 @@ from dlo_core.transfer import (
 from dlo_core.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from dlo_core.agreement import Agreement
     from dlo_core.config import OffloadConfig
@@ -64,8 +66,12 @@ class Engine:
         store: HostStore,
         digest: bytes,
         progress: bool | Callable[[LoadProgress], None],
+        samples: Sequence[str] = (),
+        kept: Salvage | None = None,
     ) -> None:
         """Allocate the device's memory and read all bytes into ``store``; no model is touched.
+
+        What is ``kept`` is in ``store`` already.
 
         Raises:
             CheckpointError: The bytes cannot be read.
@@ -79,7 +85,10 @@ class Engine:
         self.store = store
         self._load_threads = config.load_threads
         hosts = [remainder_run(plan.remainder.nbytes) for plan in plans]
+        self._kept = kept
         self._load(digest, progress, hosts)
+        self._digest, self._samples = digest, tuple(samples)
+        self._fingerprint = fingerprint(store) if collective.size > 1 else None
         self.pool = self._make_pool(config)
         self.remainders = [
             [
@@ -104,6 +113,9 @@ class Engine:
         hosts: Sequence[torch.Tensor],
     ) -> None:
         """Read this rank's shards, or its part of those that it shares, and the remainders."""
+        if self._kept is not None:
+            keep_remainders(self.plans, hosts)
+            return
         rank = self.collective.rank
         total = count_shard_nbytes(self.plans, rank) if self.store.reads else 0
         with reporting(progress, total) as report:
@@ -261,6 +273,8 @@ class Engine:
         for hooks in self._hooks:
             hooks.attach(owner)
         self.streamers[0].tape.prefetch()
+        if self._kept is not None:
+            self._kept.hand_over()
 
     @property
     def remainder_nbytes(self) -> int:
@@ -312,24 +326,29 @@ class Engine:
             UseError: A forward is under way.
             DloError: The values cannot be had; the models stay as they are.
         """
+        with self._between_passes():
+            if to != "meta":
+                self.streamers[0].check_whole()
+            with torch.inference_mode(False), torch.no_grad():
+                self._restore(to)
+
+    @contextmanager
+    def _between_passes(self) -> Iterator[None]:
         if not self.pool.lock.acquire(blocking=False):
             raise UseError("busy: another thread is inside the model; wait for its forward to end")
         try:
             if self.pool.busy:
                 raise UseError("busy: a block computes now; call disable() between passes")
-            if to != "meta":
-                self.streamers[0].check_whole()
-            with torch.inference_mode(False), torch.no_grad():
-                self._restore(to)
+            yield
         finally:
             self.pool.lock.release()
 
-    def _restore(self, to: str) -> None:
+    def _restore(self, to: str, *, remainder_to: str = "") -> None:
         values = {} if to == "meta" else self._fetch()
         for index, (plan, streamer) in enumerate(zip(self.plans, self.streamers, strict=True)):
             self._restore_blocks(plan, streamer, values, to)
             for remainder in self.remainders[index]:
-                remainder.detach(to)
+                remainder.detach(remainder_to or to)
             self._hooks[index].detach()
 
     def _restore_blocks(
@@ -400,7 +419,40 @@ class Engine:
         self.transfer.release(slot, number)
         values[number] = _tensors(self.layouts[number], run)
 
-    def release(self, reason: str) -> None:
+    def salvage(self, reason: str, host: tuple[str | None, int | None]) -> Salvage:
+        """Take the models off, release everything but the host shards, and return these.
+
+        The models keep what stayed on the device, with its values; the blocks' tensors are on meta.
+
+        Args:
+            reason: For who calls the models' blocks now.
+            host: The tier and the budget that were asked for.
+
+        Raises:
+            UseError: A forward is under way.
+        """
+        with self._between_passes(), torch.inference_mode(False), torch.no_grad():
+            self._restore("meta", remainder_to="cpu")
+        lost = ""
+        if self.edited:
+            lost = (
+                "the weights were updated since they were read, and ranks that read them anew "
+                "would not have that; offload() without reuse=, then update_weights() again"
+            )
+        place = (self.collective.rank, self.collective.size)
+        kept = Salvage(
+            self.store,
+            self._fingerprint,
+            digest=self._digest,
+            samples=self._samples,
+            place=place,
+            host=host,
+            lost=lost,
+        )
+        self.release(reason, keep_store=True)
+        return kept
+
+    def release(self, reason: str, *, keep_store: bool = False) -> None:
         """Let all memory, streams and groups go without a collective; idempotent."""
         for streamer in self.streamers:
             streamer.close(reason)
@@ -422,7 +474,8 @@ class Engine:
         self.collective.close()
         self.transfer.close()
         self.pool.release()
-        self.store.release()
+        if not keep_store:
+            self.store.release()
         self.blocks = []
 
     def discard(self) -> None:
@@ -433,7 +486,8 @@ class Engine:
             self.watch.close("closed", "loading failed")
         self.transfer.close()
         self.pool.release()
-        self.store.release()
+        if self._kept is None:
+            self.store.release()
 
     def detach(self) -> None:
         """Take the wrappers off and put tensors without values in; after ``release``."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dlo_core.interface import Backend
     from dlo_core.plan import Footprint
     from dlo_core.refit import NamedTensors
+    from dlo_core.salvage import Salvage
     from dlo_core.shard_group import Group
     from dlo_core.slicing import TpPlan
     from dlo_core.startup import (
@@ -101,6 +102,7 @@ class LayerwiseOffload:
         self._footprint: Footprint | None = None
         self._shut_down = False
         self._closing = threading.RLock()
+        self._salvage: Salvage | None = None
         self._backend = self._find_backend(device, agreement)
         alone = group is None and topology is None
         if alone and config.use_allgather and _world_size() > 1:
@@ -210,6 +212,7 @@ class LayerwiseOffload:
         transforms: TransformsEach = None,
         post_load: PostLoads = None,
         progress: Progress = False,
+        reuse: LayerwiseOffload | None = None,
     ) -> LayerwiseOffload:
         """Offload ``models``: all ranks succeed, or all raise and every model is as it was.
 
@@ -235,6 +238,10 @@ class LayerwiseOffload:
                 that make what no checkpoint has: non-persistent buffers of models on meta.
             progress: True for a bar on a terminal, or a function that is given ``LoadProgress``; an
                 exception from it cancels on every rank.
+            reuse: An offload that failed: its models are taken off it, and its host shards are used
+                where they are what would be read (the same layouts and values, the same rank of as
+                many, unchanged). A rank where they are not, or that has none, reads. When this
+                raises, it can be given again.
 
         Raises:
             ConfigError: A setting or a model cannot be honoured.
@@ -242,12 +249,19 @@ class LayerwiseOffload:
             HostMemoryError: Host memory cannot be had.
             AgreementError: The ranks differ, or one did not answer.
         """
-        problem = self._why_not_enable()
+        problem: Exception | None = self._why_not_enable()
         if self._shut_down:
             raise UseError("this offload was shut down; make a new one")
         agreement = self._agreement = self._agreement or self._shard_group.meet(
             self._config.load_timeout_s, self._config.timeout_s
         )
+        salvage: Salvage | None = None
+        if problem is None and reuse is not None:
+            try:
+                salvage = _salvage_of(reuse, self)
+            # Every rank must hear of it, whatever it is.
+            except Exception as error:
+                problem = error
         startup = Startup(self._config, backend=self._backend, agreement=agreement)
         request = Request(
             models,
@@ -259,6 +273,7 @@ class LayerwiseOffload:
             post_load,
             tp_plan,
             self._tp(),
+            salvage,
         )
         engine, self._footprint = startup.run(request, problem)
         engine.commit(self)
@@ -308,11 +323,29 @@ class LayerwiseOffload:
         makes them plain.
         """
         with self._closing:
+            if self._salvage is not None:
+                self._salvage.release()
             if self._engine is not None and not self._shut_down:
                 self._engine.release(_SHUT_DOWN)
                 _logger.info("shut down%s", self._where(), extra=self._extra)
             self._shut_down = True
             self._close_agreement()
+
+    def salvage(self) -> Salvage:
+        """Shut down, but keep the host shards for ``reuse=``; internal.
+
+        Raises:
+            UseError: There are none, or a forward is under way.
+        """
+        with self._closing:
+            if self._salvage is None:
+                engine = self._present()
+                host = (self._config.host, self._config.pin_budget_bytes)
+                self._salvage = engine.salvage(_SHUT_DOWN, host)
+                self._engine, self._models = None, ()
+                self._shut_down = True
+                self._close_agreement()
+            return self._salvage
 
     def refresh(self) -> None:
         """Accept modules and tensors that appeared in or vanished from the models; place new ones.
@@ -691,6 +724,17 @@ class LayerwiseOffload:
             "; no checkpoint to restore from: disable() needs all ranks" if needs_all else "",
             extra=self._extra,
         )
+
+
+def _salvage_of(reuse: object, mine: LayerwiseOffload) -> Salvage:
+    if not isinstance(reuse, LayerwiseOffload) or reuse is mine:
+        raise ConfigError(
+            f"reuse= must be an earlier LayerwiseOffload; got {type(reuse).__name__}"
+            + (" itself" if reuse is mine else "")
+        )
+    salvage = reuse.salvage()
+    salvage.check()
+    return salvage
 
 
 def _check_rank(to_rank: object, size: int) -> None:

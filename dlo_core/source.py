@@ -214,19 +214,21 @@ class _Conversion:
 
 
 def prove_module(
-    inventory: Inventory, made: Mapping[int, torch.Tensor] | None = None
+    inventory: Inventory, made: Mapping[int, torch.Tensor] | None = None, *, kept: bool = False
 ) -> dict[str, Source]:
     """Return a source for every tensor, by its first name, all of them in the module.
 
     Args:
         inventory: The tensors.
         made: Values that ``post_load=`` made, by the id of the tensor that they are for.
+        kept: Whether streamed tensors may be on meta, for their bytes are at hand.
 
     Raises:
         ConfigError: A tensor is on meta; names it.
     """
     values = {item.name: _value_of(item, made or {}) for item in inventory.owned()}
-    empty = [name for name, value in values.items() if value.is_meta]
+    at_hand = {item.name for owned in inventory.streamed for item in owned} if kept else set()
+    empty = [name for name, value in values.items() if value.is_meta and name not in at_hand]
     if empty:
         raise ConfigError(
             f"{_listed(empty)} on the meta device and has no values; pass checkpoint= with the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import warnings
 from contextlib import suppress
@@ -21,7 +22,15 @@ from dlo_core.errors import ConfigError, DloWarning
 from dlo_core.hooks import offload_of
 from dlo_core.ledger import Allotment, Wish, settle
 from dlo_core.machine import Machine
-from dlo_core.plan import Footprint, Loading, ModelPlan, plan_model, predict, sample_values
+from dlo_core.plan import (
+    Footprint,
+    Loading,
+    ModelPlan,
+    plan_model,
+    predict,
+    sample_stored,
+    sample_values,
+)
 from dlo_core.segment import Segment, SegmentMaker, receive
 from dlo_core.tiers import make_store, make_wish
 
@@ -35,6 +44,7 @@ if TYPE_CHECKING:
     from dlo_core.key_map import KeyMap
     from dlo_core.post_load import PostLoad
     from dlo_core.progress import LoadProgress
+    from dlo_core.salvage import Salvage
     from dlo_core.slicing import TpPlan
     from dlo_core.transforms import Transforms
 
@@ -47,6 +57,8 @@ if TYPE_CHECKING:
     PostLoads = PostLoad | Sequence[PostLoad]
 
 __all__ = ["Request", "Startup"]
+
+_logger = logging.getLogger("dlo")
 
 # Settings in which ranks may differ: the bytes that are gathered are the same.
 _SPARE_S = 60.0
@@ -64,6 +76,7 @@ class Request:
         progress: As in ``enable``.
         tp_plan: As in ``enable``.
         tp: Rank in the tensor-parallel group, and its size.
+        salvage: Shards of an earlier offload, to be used where they fit.
     """
 
     models: tuple[nn.Module, ...]
@@ -75,6 +88,7 @@ class Request:
     post_load: PostLoads = None
     tp_plan: TpPlan | None = None
     tp: tuple[int, int] = (0, 1)
+    salvage: Salvage | None = None
 
     def loadings(self) -> list[Loading]:
         """Return where each model's values come from.
@@ -90,7 +104,7 @@ class Request:
             _one_of("post_load", self.post_load, count),
             strict=True,
         )
-        return [Loading(*row) for row in rows]
+        return [Loading(*row, kept=self.salvage is not None) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +116,16 @@ class _Decision:
         digest: Of the layouts.
         footprint: The bytes that it takes.
         wish: The host memory that it wants.
+        samples: Of the values, one a model; empty in rank-local mode.
+        kept: Shards that are used again instead of being read.
     """
 
     facts: dict[str, str]
     digest: bytes
     footprint: Footprint
     wish: Wish
+    samples: tuple[str, ...]
+    kept: Salvage | None
 
 
 class Startup:
@@ -146,7 +164,7 @@ class Startup:
         try:
             if problem is None:
                 self._plan(request, plans)
-                decision = self._decide(plans)
+                decision = self._decide(plans, request.salvage)
                 made = _Made()
         # Every rank must hear of it, whatever it is.
         except BaseException as error:
@@ -197,9 +215,10 @@ class Startup:
                 )
             )
 
-    def _decide(self, plans: Sequence[ModelPlan]) -> _Decision:
+    def _decide(self, plans: Sequence[ModelPlan], salvage: Salvage | None) -> _Decision:
         """Return what the plans come to; in rank-local mode only the mode must be the same."""
         facts = {"dlo": __version__, "use_allgather": str(self._config.use_allgather)}
+        samples: tuple[str, ...] = ()
         if self.gathers:
             facts["device"] = self._backend.name
             facts |= {
@@ -207,8 +226,10 @@ class Startup:
                 for name, value in self._config.to_dict().items()
                 if name not in _OWN_SETTINGS
             }
-            for number, plan in enumerate(plans):
+            samples = tuple(_sample(number, plan, salvage) for number, plan in enumerate(plans))
+            for number, (plan, sample) in enumerate(zip(plans, samples, strict=True)):
                 facts |= _facts_of(number, plan)
+                facts[f"values of model {number} (a sample)"] = sample
         digest = hashlib.sha256()
         for plan in plans:
             digest.update(plan.digest())
@@ -221,7 +242,44 @@ class Startup:
             gathers=self.gathers,
             machine=Machine(),
         )
-        return _Decision(facts, digest.digest(), predict(plans, self._config), wish)
+        kept = self._kept(plans, salvage, digest.digest(), samples)
+        if kept is not None:
+            # It has them already.
+            wish = replace(wish, bounds=(), lock=None)
+        footprint = predict(plans, self._config)
+        return _Decision(facts, digest.digest(), footprint, wish, samples, kept)
+
+    def _kept(
+        self,
+        plans: Sequence[ModelPlan],
+        salvage: Salvage | None,
+        digest: bytes,
+        samples: tuple[str, ...],
+    ) -> Salvage | None:
+        """Return the salvage if it is what would be read; say so if it is not.
+
+        Raises:
+            ConfigError: It is not, and there is nothing to read.
+        """
+        if salvage is None:
+            return None
+        reason = "in rank-local mode nothing is spread over ranks"
+        if self.gathers:
+            place = (self._agreement.rank, self._agreement.size)
+            host = (self._config.host, self._config.pin_budget_bytes)
+            reason = salvage.why_not(digest=digest, samples=samples, place=place, host=host)
+        if not reason:
+            return salvage
+        for plan in plans:
+            if plan.checkpoint is None and any(
+                item.tensor.is_meta for owned in plan.inventory.streamed for item in owned
+            ):
+                raise ConfigError(
+                    f"reuse= cannot be honoured: {reason}; and there is nothing to read instead: "
+                    "pass checkpoint= too, or a model with its values"
+                )
+        _logger.warning("the shards of reuse= are not used, the weights are read: %s", reason)
+        return None
 
     def _build(
         self, made: _Made, plans: Sequence[ModelPlan], decision: _Decision, progress: Progress
@@ -278,14 +336,19 @@ class Startup:
         self, made: _Made, plans: Sequence[ModelPlan], decision: _Decision, progress: Progress
     ) -> Footprint:
         """Make the store and the engine, which reads; return what they take."""
-        made.store = make_store(
-            made.allotment,
-            self._config,
-            self._backend,
-            plans,
-            rank=made.collective.rank,
-            digest=decision.digest,
-            segment=made.segment,
+        kept = made.kept = decision.kept
+        made.store = (
+            make_store(
+                made.allotment,
+                self._config,
+                self._backend,
+                plans,
+                rank=made.collective.rank,
+                digest=decision.digest,
+                segment=made.segment,
+            )
+            if kept is None
+            else kept.store
         )
         made.engine = Engine(
             plans,
@@ -295,6 +358,8 @@ class Startup:
             store=made.store,
             digest=decision.digest,
             progress=progress,
+            samples=decision.samples,
+            kept=kept,
         )
         made.engine.prepare(self._agreement)
         if made.allotment.note:
@@ -323,6 +388,7 @@ class _Made:
         self.allotment = Allotment("pageable", ())
         self.segment: Segment | None = None
         self.store: HostStore | None = None
+        self.kept: Salvage | None = None
         self.engine: Engine | None = None
         self.collective: Collective = LoneCollective()
         self._maker: SegmentMaker | None = None
@@ -377,7 +443,7 @@ class _Made:
         self.close_maker()
         if self.engine is not None:
             self.engine.discard()
-        if self.store is not None:
+        if self.store is not None and self.kept is None:
             self.store.release()
         if self.segment is not None:
             self.segment.release()
@@ -409,9 +475,17 @@ def _facts_of(number: int, plan: ModelPlan) -> dict[str, str]:
         key = f"layout of block {layout.name!r} of model {number}"
         facts[key] = f"{layout.nbytes} bytes, {layout.digest().hex()[:12]}"
     facts[f"all layouts of model {number}"] = plan.digest().hex()[:12]
-    if plan.checkpoint is None:
-        facts[f"values of model {number} (a sample)"] = sample_values(plan).hex()[:12]
     return facts
+
+
+def _sample(number: int, plan: ModelPlan, salvage: Salvage | None) -> str:
+    """Return a sample of a model's values: of the checkpoint, of the module, or as they were."""
+    if plan.checkpoint is not None:
+        return sample_stored(plan).hex()[:12]
+    on_meta = any(item.tensor.is_meta for owned in plan.inventory.streamed for item in owned)
+    if salvage is not None and on_meta:
+        return salvage.samples[number] if number < len(salvage.samples) else "nothing"
+    return sample_values(plan).hex()[:12]
 
 
 def _check_model(model: object) -> None:

@@ -20,6 +20,7 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dlo_core.board import Position
@@ -88,6 +89,7 @@ class Watch:
         self._signature: object = None
         self._doubts = 0
         self.trouble: Diagnosis | None = None
+        self._others: tuple[tuple[Board, tuple[int, ...]], ...] = ()
         pool.explain = self.explain
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -115,7 +117,7 @@ class Watch:
             if self._pool.failure is not None:
                 self._tell(self._pool.failure)
                 return
-            self._board.post(self._position())
+            self._post()
             if paused_s > self._beat_s + self._timeout_s / 2:
                 # This process itself was stopped: what it knows is old.
                 self._moved = now
@@ -127,8 +129,8 @@ class Watch:
         signature = (self._signature_of(), len(waiting))
         if signature != self._signature or not waiting:
             self._signature, self._moved = signature, now
-        found = diagnose(self._evidence())
-        self.trouble = found if found.certain else None
+        found = diagnose(self._evidence(self._board, self._members))
+        self.trouble = self._trouble(found)
         late_s = now - self._moved
         if waiting and late_s > self._timeout_s:
             self._fail(found, waiting, f"nothing has come for {late_s:.1f} s", late=True)
@@ -143,6 +145,40 @@ class Watch:
                 self._fail(found, waiting, "")
         else:
             self._doubts = 0
+
+    def _trouble(self, found: Diagnosis) -> Diagnosis | None:
+        """Return what a host that waits for the others need not wait for any more."""
+        for board, members in ((self._board, self._members), *self._others):
+            if board is not self._board:
+                found = diagnose(self._evidence(board, members))
+            if found.certain:
+                return found
+            quiet = found.kind in ("stopped", "silent")
+            if quiet and board.heard()[found.culprit].age_s > self._timeout_s:
+                return found
+        return None
+
+    def _post(self, *, always: bool = False) -> None:
+        """Write on all boards."""
+        position = self._position()
+        self._board.post(position, always=always)
+        for board, _ in self._others:
+            board.post(position, always=always)
+
+    def add(self, board: Board, members: tuple[int, ...]) -> None:
+        """Also write on ``board``, and heed the ranks on it that will never come back."""
+        with self._lock:
+            self._others += ((board, members),)
+            board.post(self._position())
+
+    def drop(self, board: Board) -> None:
+        """Undo ``add``, and say there that this rank is gone."""
+        with self._lock:
+            self._others = tuple(other for other in self._others if other[0] is not board)
+            last = self._position()
+            if last.state != "failed":
+                last = replace(last, state="closed")
+            board.post(last, always=True)
 
     def _never(self, rank: int, waiting: Sequence[Slot]) -> bool:
         """Return whether a rank ended before it made the first fill that is waited for."""
@@ -187,10 +223,10 @@ class Watch:
     def _tell(self, error: BaseException) -> None:
         """Write on the board that this rank failed, then give up its gathers; once."""
         if self._told:
-            self._board.post(self._position())
+            self._post()
             return
         self._told = True
-        self._board.post(self._position(), always=True)
+        self._post(always=True)
         if not self._host_blocks:
             self._pool.spoiled = True
         self._collective.abort(error)
@@ -212,16 +248,16 @@ class Watch:
             culprit = getattr(failure, "culprit", -1)
         return Position(state, passes, _made(self._streamers), block, fill, raised, text, culprit)
 
-    def _evidence(self) -> Evidence:
-        heard = self._board.heard()
-        systems = ["" if h.row is None else state_of(h.row.process, self._board.me) for h in heard]
+    def _evidence(self, board: Board, members: tuple[int, ...]) -> Evidence:
+        heard = board.heard()
+        systems = ["" if h.row is None else state_of(h.row.process, board.me) for h in heard]
         return Evidence(
-            self._board.rank,
-            self._members,
+            board.rank,
+            members,
             self._position(),
             heard,
             systems,
-            self._board.silent_s,
+            board.silent_s,
             self._timeout_s / 2 + 2 * self._beat_s,
         )
 
@@ -234,7 +270,7 @@ class Watch:
         while True:
             self._board.post(self._position())
             self._board.wait_for_news(_POLL_S)
-            found = diagnose(self._evidence())
+            found = diagnose(self._evidence(self._board, self._members))
             if found.certain or time.monotonic() > limit:
                 return found
             time.sleep(_POLL_S / 5)
@@ -274,10 +310,9 @@ class Watch:
             self._closed = True
             last = self._position()
             if last.state != "failed":
-                last = Position(
-                    state, last.passes, last.made, last.block, last.fill, last.raised, why
-                )
-            self._board.post(last, always=True)
+                last = replace(last, state=state, failure=why)
+            for board, _ in ((self._board, ()), *self._others):
+                board.post(last, always=True)
         finally:
             self._lock.release()
         self._finalizer()

@@ -20,6 +20,7 @@ from dlo_core.wave_walk import FreeWalk, Walk
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dlo_core.board import Board
     from dlo_core.layerwise import LayerwiseOffload
     from dlo_core.topology import Topology
 
@@ -119,13 +120,21 @@ class WaveRunner:
         self._replica = 0 if dp is None else dist.get_rank(dp)
         self._replicas = 1 if dp is None else dist.get_world_size(dp)
         self._primary = all(part is None or dist.get_rank(part) == 0 for part in parts)
-        self._agreement: Agreement | None = _all_ranks(topology, offloaded.config.load_timeout_s)
+        config = offloaded.config
+        agreement = _all_ranks(topology, config.load_timeout_s, config.timeout_s)
+        self._agreement: Agreement | None = agreement
+        self._watched: Board | None = None
         self._lone = all(part is None or dist.get_world_size(part) == 1 for part in parts)
         self._runs = 0
         self._entry = 0
         self._told_s = 0.0
         self.report = WaveReport(0, 0, 0, 0.0)
-        self._agreement.vote(self._problem(), "WaveRunner()")
+        agreement.vote(self._problem(), "WaveRunner()")
+        # A rank that this one shares no weights with may be waited for, too.
+        if offloaded.engine is not None and offloaded.engine.watch is not None:
+            self._watched = agreement.board()
+            if self._watched is not None:
+                offloaded.engine.watch.add(self._watched, agreement.members)
 
     def run(self, requests: Sequence[WaveRequest] | None) -> list[WaveResult] | None:
         """Run ``requests``, given on one rank; every rank calls this.
@@ -153,7 +162,8 @@ class WaveRunner:
             # Every rank must hear of it, whatever it is.
             except Exception as error:
                 told = (None, error if isinstance(error, DloError) else _unpicklable(error))
-        givers = agreement.exchange(None if told is None else _plain(told), "a wave of requests")
+        mine_told = None if told is None else _plain(told)
+        givers = agreement.exchange(mine_told, "a wave of requests", meanwhile=self._look)
         entries = [rank for rank, given in enumerate(givers) if given is not None]
         if len(entries) != 1:
             raise ConfigError(
@@ -169,7 +179,7 @@ class WaveRunner:
             raise ConfigError(f"rank {entries[0]} gave requests that were refused: {problem}")
         everything: list[WaveRequest] = pickle.loads(payload)
         mine = self._run_all(everything)
-        answers = agreement.collect(mine, entries[0], "the results of a wave")
+        answers = agreement.collect(mine, entries[0], "the results of a wave", meanwhile=self._look)
         if agreement.rank != entries[0]:
             return None
         return _in_order(answers, len(everything))
@@ -204,6 +214,9 @@ class WaveRunner:
     def close(self) -> None:
         """Give the control group back; local and idempotent."""
         agreement, self._agreement = self._agreement, None
+        engine, board = self._offloaded.engine, self._watched
+        if board is not None and engine is not None and engine.watch is not None:
+            engine.watch.drop(board)
         if agreement is not None:
             agreement.close()
 
@@ -259,6 +272,12 @@ class WaveRunner:
         return self._offloaded.config.use_allgather and self._offloaded.size > 1
 
     # --- on every rank ----------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Raise when the offload has failed, or a rank of the job will never come back."""
+        engine = self._offloaded.engine
+        if engine is not None:
+            engine.look()
 
     def _run_all(self, requests: Sequence[WaveRequest]) -> list[tuple[int, bool, WaveResult]]:
         """Run this replica's request of every wave; return (number, primary, result) of each."""
@@ -321,7 +340,7 @@ class WaveRunner:
         )
 
 
-def _all_ranks(topology: Topology, timeout_s: float) -> Agreement:
+def _all_ranks(topology: Topology, timeout_s: float, patience_s: float) -> Agreement:
     """Return an agreement of all ranks that the topology's groups reach from here."""
     groups = [group for group in (topology.dp, topology.sp, topology.tp) if group is not None]
     groups = [group for group in groups if dist.get_world_size(group) > 1]
@@ -330,12 +349,12 @@ def _all_ranks(topology: Topology, timeout_s: float) -> Agreement:
     members: set[int] = {dist.get_rank()}
     # Each step adds what the peers of one more dimension know: a grid is whole after all of them.
     for group in groups:
-        step = GroupAgreement(group, timeout_s)
+        step = GroupAgreement(group, timeout_s, patience_s)
         try:
             members.update(*step.exchange(members, "WaveRunner()"))
         finally:
             step.close()
-    return GroupAgreement(sorted(members), timeout_s)
+    return GroupAgreement(sorted(members), timeout_s, patience_s)
 
 
 def _plain(told: tuple[bytes, None] | tuple[None, BaseException]) -> tuple[Any, str | None]:
