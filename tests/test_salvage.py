@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +15,9 @@ from safetensors.torch import save_file
 from toys import Block, Toy, inputs, make_toy, twin
 
 import dlo_core as dlo
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 N = 4
 
@@ -41,13 +43,17 @@ def offload(model: Toy, **options: Any) -> dlo.LayerwiseOffload:
     return dlo.offload(model, device=PoisonBackend(0), group=dist.group.WORLD, **given)
 
 
+def several(model: torch.nn.Module) -> None:
+    for _ in range(4):
+        model(inputs())
+
+
 def fail(offloaded: dlo.LayerwiseOffload, rank: int) -> None:
     """Let rank 1 stay away from a pass, until every rank has failed."""
     (model,) = offloaded.models
     if rank == 0:
         with pytest.raises(dlo.FillTimeout, match="rank 1"):
-            for _ in range(3):
-                model(inputs())
+            several(model)
     limit = time.monotonic() + 5
     while not offloaded.failed:
         assert time.monotonic() < limit
@@ -211,8 +217,7 @@ def test_fewer_ranks_read_anew(tmp_path: Path) -> None:
         if rank == 2:
             return True
         with pytest.raises(dlo.FillError, match="rank 2"):
-            for _ in range(4):
-                model(inputs())
+            several(model)
         new = dlo.offload(model, device=PoisonBackend(0), group=both, checkpoint=path, reuse=old)
         assert new.size == 2
         assert right(model, rank)
