@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dlo_core.board import Board
-from dlo_core.collective import release_group
+from dlo_core.collective import abandon, release_group
 from dlo_core.errors import AgreementError, ConfigError, DloError, FillError
 from dlo_core.rendezvous import MissingRanks, default_store, meet, new_group_of
 from dlo_core.store_line import StoreLine
@@ -243,7 +243,8 @@ class GroupAgreement(Agreement):
         """Return every rank's ``value``, in rank order."""
         if self._group is None:
             raise AgreementError(f"{what}: the control group is closed")
-        deadline = time.monotonic() + (timeout_s or self._timeout_s)
+        limit_s = timeout_s or self._timeout_s
+        deadline = time.monotonic() + limit_s
         step = self._arrive()
         try:
             payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -253,7 +254,7 @@ class GroupAgreement(Agreement):
             padded[: payload.numel()] = payload
             parts = self._gather(padded, deadline, meanwhile)
         except (RuntimeError, ValueError) as error:
-            raise self._nobody(what, self._missing(step), error) from error
+            raise self._nobody(what, self._missing(step), error, limit_s) from error
         # Peers of one job, over a group of our own: trusted as far as each other's code is.
         return [
             pickle.loads(part[: int(size.item())].numpy().tobytes())
@@ -286,7 +287,7 @@ class GroupAgreement(Agreement):
                 f"the other ranks cannot be asked how far they are: {error}"
             ) from error
 
-    def board(self) -> Board:
+    def board(self) -> Board | None:
         """Return a board of these ranks in the store."""
         return Board(self._line, f"{self._name}/{next(self._boards)}", self.rank, self.size)
 
@@ -338,12 +339,18 @@ class GroupAgreement(Agreement):
         with torch.inference_mode(False):
             parts = [torch.empty_like(mine) for _ in range(self.size)]
             work: Any = dist.all_gather(parts, mine, group=self._group, async_op=True)
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError("timed out")
-            if meanwhile is not None:
-                meanwhile()
-            time.sleep(_POLL_S)
+        group = self._group
+        assert group is not None
+        try:
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError("timed out")
+                if meanwhile is not None:
+                    meanwhile()
+                time.sleep(_POLL_S)
+        except BaseException:
+            abandon(group, work)
+            raise
         work.wait()
         return parts
 
@@ -367,13 +374,23 @@ class GroupAgreement(Agreement):
         except RuntimeError:
             return []
 
-    def _nobody(self, what: str, missing: Sequence[int], error: Exception) -> AgreementError:
+    def _nobody(
+        self,
+        what: str,
+        missing: Sequence[int],
+        error: Exception,
+        limit_s: float | None = None,
+    ) -> AgreementError:
         names = ", ".join(f"{rank} (global rank {self.members[rank]})" for rank in missing)
         who = f"rank {names} did not come to it" if missing else "a rank left in the middle of it"
+        limit_s, setting = (limit_s or self._timeout_s), "load_timeout_s"
+        if limit_s != self._timeout_s:
+            setting = "timeout_s"
         return AgreementError(
-            f"{what}: the ranks could not agree within {self._timeout_s:g} s; {who}. Every rank of "
+            f"{what}: the ranks could not agree within {limit_s:g} s; {who}. Every rank of "
             "the group must make the same dlo calls in the same order; look for an earlier error "
-            f"there, or raise load_timeout_s if it is still loading ({error})"
+            f"there, or raise {setting} if it is only slow ({error})",
+            missing=missing,
         )
 
     def __repr__(self) -> str:

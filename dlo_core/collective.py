@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import atexit
+import ctypes
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GroupGone",
     "LoneCollective",
+    "abandon",
     "abort_group",
     "all_gather_bytes",
     "living",
@@ -78,6 +81,27 @@ def abort_group(group: ProcessGroup | None) -> None:
     if group is not None and _is_known(group):
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
         abort(group)
+
+
+def abandon(group: ProcessGroup, work: Any) -> None:
+    """Keep a gloo group until what it does is over.
+
+    Its destructor waits for that, and would keep whoever drops the last reference for so long.
+    """
+    _abandoned[:] = [row for row in _abandoned if not row[1].is_completed()]
+    if not work.is_completed():
+        _abandoned.append((group, work))
+
+
+_abandoned: list[tuple[ProcessGroup, Any]] = []
+
+
+@atexit.register
+def _leave_abandoned() -> None:
+    """Never drop the last reference: the end of the process must not wait either."""
+    for group, work in _abandoned:
+        if not work.is_completed():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _is_known(group: ProcessGroup) -> bool:

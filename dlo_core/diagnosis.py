@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from dlo_core.board import Heard, Position
 
-__all__ = ["Diagnosis", "Evidence", "diagnose", "where"]
+__all__ = ["Diagnosis", "Evidence", "diagnose", "late", "where"]
 
 _ENDED = ("closed", "exited")
 
@@ -101,6 +101,19 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         f"no rank is known to be at fault: all {count} are alive and have queued the fills that "
         "this one has, so look at the comm library and the network between them",
     )
+
+
+def late(evidence: Evidence, rank: int) -> Diagnosis:
+    """Return that a rank did not come to where the others awaited it, unless more is known of it."""
+    found = diagnose(evidence)
+    if found.culprit == rank and found.kind != "behind":
+        return found
+    row = evidence.heard[rank].row
+    if row is None:
+        return Diagnosis("behind", rank, f"{evidence.name(rank)} did not come")
+    since_s = evidence.heard[rank].age_s + row.since_s
+    text = f"for {since_s:.1f} s it has been {where(row.position)}"
+    return Diagnosis("behind", rank, f"{evidence.name(rank)} did not come: {text}")
 
 
 def where(position: Position) -> str:

@@ -227,6 +227,7 @@ class Engine:
                 self.pool,
                 self.streamers,
                 self.collective,
+                self.transfer,
                 members=agreement.members,
                 timeout_s=self._timeout_s,
                 host_blocks=self._backend.capabilities.host_blocks,
@@ -543,7 +544,11 @@ class _AgreeOver:
         except AgreementError as error:
             if self._pool.explain is None:
                 raise
-            raise AgreementError(f"{what}: {self._pool.explain().text} ({error})") from error
+            found = self._pool.explain(error.missing)
+            if found.kind == "nobody":
+                raise
+            missing = error.missing if found.culprit < 0 else (found.culprit,)
+            raise AgreementError(f"{what}: {found.text} ({error})", missing=missing) from error
         return agreed(answers)
 
     def announce(self, wanted: int) -> None:

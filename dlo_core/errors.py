@@ -5,6 +5,11 @@ A message says what went wrong, what was got, what was wanted and what to do abo
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 __all__ = [
     "AgreementError",
     "BackendError",
@@ -37,7 +42,15 @@ class CheckpointError(DloError, ValueError):
 
 
 class AgreementError(DloError, RuntimeError):
-    """Raised on every rank when the ranks of a group differ or one of them did not answer."""
+    """Raised on every rank when the ranks of a group differ or one of them did not answer.
+
+    Attributes:
+        missing: Ranks in the group that did not answer, as far as is known.
+    """
+
+    def __init__(self, message: str = "", *, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
 
 
 class HostMemoryError(DloError, MemoryError):

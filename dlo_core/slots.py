@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -79,7 +79,8 @@ class Pool:
         lock: Held by the thread that is inside a pass.
         failure: What closed the pool for good, if anything did.
         spoiled: Whether gathers were given up on which the device computes all the same.
-        explain: Says which rank is to blame when a transfer went wrong; None: nobody watches.
+        explain: Says which rank is to blame when a transfer went wrong, or some ranks did not come;
+            None: nobody watches.
         torn: Names of the tensors that an update which failed had begun to write, by their keys.
     """
 
@@ -88,7 +89,7 @@ class Pool:
     owner: Any = None
     failure: BaseException | None = None
     spoiled: bool = False
-    explain: Callable[[], Diagnosis] | None = None
+    explain: Callable[[Sequence[int]], Diagnosis] | None = None
     torn: dict[Any, str] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
 

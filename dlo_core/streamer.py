@@ -314,7 +314,7 @@ class Streamer:
         lower = text.lower()
         late = isinstance(cause, TimeoutError) or "timed out" in lower or "timeout" in lower
         mine = self._pool.explain is None or isinstance(cause, FeedError | GroupGone)
-        found = None if mine or self._pool.explain is None else self._pool.explain()
+        found = None if mine or self._pool.explain is None else self._pool.explain(())
         if found is None or (found.kind == "nobody" and not late):
             return self.failure_of(text, block, fill, late=late, culprit=self._rank)
         if found.culprit < 0:

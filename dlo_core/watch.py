@@ -24,8 +24,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dlo_core.board import Position
-from dlo_core.diagnosis import Diagnosis, Evidence, diagnose
+from dlo_core.diagnosis import Diagnosis, Evidence, diagnose, late
 from dlo_core.process_state import state_of
+from dlo_core.transfer import reached
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from dlo_core.interface import Collective
     from dlo_core.slots import Pool, Slot
     from dlo_core.streamer import Streamer
+    from dlo_core.transfer import Transfer
 
 __all__ = ["Watch", "beat_of"]
 
@@ -57,6 +59,7 @@ class Watch:
         pool: Pool,
         streamers: Sequence[Streamer],
         collective: Collective,
+        transfer: Transfer,
         *,
         members: tuple[int, ...],
         timeout_s: float,
@@ -69,6 +72,7 @@ class Watch:
             pool: The slots.
             streamers: One a model.
             collective: Given up when the offload fails.
+            transfer: Says how far the device is.
             members: Global ranks, for messages.
             timeout_s: Seconds in which a fill that was queued must come.
             host_blocks: Whether a wait on the compute stream blocks the host; if not, it may
@@ -78,6 +82,7 @@ class Watch:
         self._pool = pool
         self._streamers = tuple(streamers)
         self._collective = collective
+        self._transfer = transfer
         self._members = members
         self._timeout_s = timeout_s
         self._host_blocks = host_blocks
@@ -189,13 +194,14 @@ class Watch:
         """Return the slots whose bytes have not come, the earliest fill first."""
         slots = [slot for slot in self._pool.slots if slot.tape is not None]
         return sorted(
-            (slot for slot in slots if not slot.filled.query()), key=lambda slot: slot.fill
+            (slot for slot in slots if not reached(slot.filled)), key=lambda slot: slot.fill
         )
 
     def _signature_of(self) -> object:
         """Return what changes when the device or the host gets on."""
         return (
-            tuple((slot.fill, slot.bound, slot.drained.query()) for slot in self._pool.slots),
+            tuple((slot.fill, slot.bound, reached(slot.drained)) for slot in self._pool.slots),
+            self._transfer.num_computed(),
             tuple((each.tape.pos, each.tape.num_passes) for each in self._streamers),
         )
 
@@ -245,7 +251,7 @@ class Watch:
         if failure is not None:
             state = "failed"
             text = getattr(failure, "reason", "") or f"{type(failure).__name__}: {failure}"
-            culprit = getattr(failure, "culprit", -1)
+            culprit = getattr(failure, "culprit", next(iter(getattr(failure, "missing", ())), -1))
         return Position(state, passes, _made(self._streamers), block, fill, raised, text, culprit)
 
     def _evidence(self, board: Board, members: tuple[int, ...]) -> Evidence:
@@ -261,18 +267,24 @@ class Watch:
             self._timeout_s / 2 + 2 * self._beat_s,
         )
 
-    def explain(self) -> Diagnosis:
+    def explain(self, missing: Sequence[int] = ()) -> Diagnosis:
         """Return who is to blame, for a failure that the host has met; takes a moment.
 
         What a peer says of itself comes a beat later than the comm library's error.
+
+        Args:
+            missing: Ranks that did not come to where they were awaited.
         """
         limit = time.monotonic() + min(_LONGEST_LOOK_S, max(self._timeout_s / 4, 2 * self._beat_s))
         while True:
             self._board.post(self._position())
             self._board.wait_for_news(_POLL_S)
-            found = diagnose(self._evidence(self._board, self._members))
-            if found.certain or time.monotonic() > limit:
+            evidence = self._evidence(self._board, self._members)
+            found = diagnose(evidence)
+            if found.certain:
                 return found
+            if time.monotonic() > limit:
+                return late(evidence, missing[0]) if missing else found
             time.sleep(_POLL_S / 5)
 
     def look(self) -> None:
@@ -339,7 +351,10 @@ def _run(
         present = watch()
         if present is None or stop.is_set():
             return
-        present.tick()
+        try:
+            present.tick()
+        except Exception:
+            _logger.exception("the watch of an offload could not look")
         del present
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -24,12 +25,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from chaos_plan import FAULTS, LASTS, Plan
 from chaos_rank import Told, run_rank, write_checkpoints
+from torch._C._distributed_c10d import TCPStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +42,7 @@ _BEGIN, _END = "<!-- chaos: begin -->", "<!-- chaos: end -->"
 # From the deadline to the error: a beat, a look, and other work on the machine.
 _SPARE_S = 3.0
 _PR_SET_PDEATHSIG = 1
+_LOG = 6000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,13 @@ class Outcome:
         plan: The plan.
         told: What each rank said; None: nothing.
         codes: Exit codes; None: the rank had to be killed.
+        logs: Ends of what the ranks wrote.
     """
 
     plan: Plan
     told: tuple[Told | None, ...]
     codes: tuple[int | None, ...]
+    logs: tuple[str, ...] = ()
 
 
 def run_plan(plan: Plan) -> Outcome:
@@ -64,7 +68,7 @@ def run_plan(plan: Plan) -> Outcome:
         folder = Path(name)
         if plan.from_checkpoint:
             write_checkpoints(folder, plan)
-        address, store = _address(plan, folder)
+        address, keeper = _address(plan, folder)
         pids = [_fork(plan, rank, folder, address) for rank in range(plan.size)]
         try:
             codes = _wait(plan, pids)
@@ -72,24 +76,44 @@ def run_plan(plan: Plan) -> Outcome:
             for pid in pids:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
-            del store
+            if keeper:
+                os.kill(keeper, signal.SIGKILL)
+                os.waitpid(keeper, 0)
         told = tuple(_read(folder / f"told-{rank}") for rank in range(plan.size))
-    return Outcome(plan, told, tuple(codes))
+        logs = [(folder / f"log-{rank}").read_text("utf-8", "replace") for rank in range(plan.size)]
+    return Outcome(plan, told, tuple(codes), tuple(log[-_LOG:] for log in logs))
 
 
-def _address(plan: Plan, folder: Path) -> tuple[str, Any]:
-    """Return where the ranks meet, and what must live as long as they do."""
+def _address(plan: Plan, folder: Path) -> tuple[str, int]:
+    """Return where the ranks meet, and the process that keeps the store, if it is none of them."""
     if plan.store == "file":
-        return f"file://{folder}/store", None
+        return f"file://{folder}/store", 0
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    kept = None
-    if plan.store == "launcher":
-        kept = dist.TCPStore(
-            "127.0.0.1", port, None, True, timedelta(seconds=30), wait_for_workers=False
-        )
-    return f"tcp://127.0.0.1:{port}", kept
+    keeper = _fork_keeper(port) if plan.store == "launcher" else 0
+    return f"tcp://127.0.0.1:{port}", keeper
+
+
+def _fork_keeper(port: int) -> int:
+    """Start a process that keeps the store of the job, as a launcher does."""
+    ready, done = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            kept = TCPStore(
+                "127.0.0.1", port, None, True, timedelta(seconds=30), wait_for_workers=False
+            )
+            os.write(done, b"1")
+            time.sleep(600)
+            del kept
+        finally:
+            os._exit(1)
+    os.close(done)
+    os.read(ready, 1)
+    os.close(ready)
+    return pid
 
 
 def _fork(plan: Plan, rank: int, folder: Path, address: str) -> int:
@@ -105,6 +129,7 @@ def _fork(plan: Plan, rank: int, folder: Path, address: str) -> int:
         os.dup2(log, 2)
         if plan.store == "launcher":
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        faulthandler.dump_traceback_later(_limit_s(plan) - 1.0)
         run_rank(plan, rank, folder, address)
         code = 0
     except SystemExit as error:
@@ -118,12 +143,16 @@ def _fork(plan: Plan, rank: int, folder: Path, address: str) -> int:
         os._exit(code)
 
 
+def _limit_s(plan: Plan) -> float:
+    """Return how long a run may take: the start, a stall, the way out, the new offload."""
+    return 4 * plan.timeout_s + 4 * _SPARE_S
+
+
 def _wait(plan: Plan, pids: Sequence[int]) -> list[int | None]:
     """Wait for the ranks; who is stopped goes on when all the others are done."""
     codes: list[int | None] = [None] * len(pids)
     left = set(range(len(pids)))
-    # Two deadlines in the worst case (a stall, then the way out), the start and the new offload.
-    deadline = time.monotonic() + 4 * plan.timeout_s + 4 * _SPARE_S
+    deadline = time.monotonic() + _limit_s(plan)
     while left and time.monotonic() < deadline:
         for rank in sorted(left):
             pid, status = os.waitpid(pids[rank], os.WNOHANG)
@@ -278,6 +307,7 @@ def main() -> int:
             bad += bool(problems)
             if problems or options.verbose:
                 print(outcome.plan, *outcome.told, *problems, sep="\n  ", flush=True)
+                print(*(outcome.logs if problems else ()), sep="\n  ", flush=True)
     text = table(outcomes, options.timeout_s)
     print(text)
     if options.write and not bad:
