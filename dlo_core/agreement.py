@@ -383,13 +383,13 @@ class GroupAgreement(Agreement):
     ) -> AgreementError:
         names = ", ".join(f"{rank} (global rank {self.members[rank]})" for rank in missing)
         who = f"rank {names} did not come to it" if missing else "a rank left in the middle of it"
-        limit_s, setting = (limit_s or self._timeout_s), "load_timeout_s"
+        limit_s, remedy = limit_s or self._timeout_s, "load_timeout_s if it is still loading"
         if limit_s != self._timeout_s:
-            setting = "timeout_s"
+            remedy = "timeout_s if it is only slow"
         return AgreementError(
             f"{what}: the ranks could not agree within {limit_s:g} s; {who}. Every rank of "
             "the group must make the same dlo calls in the same order; look for an earlier error "
-            f"there, or raise {setting} if it is only slow ({error})",
+            f"there, or raise {remedy} ({error})",
             missing=missing,
         )
 

@@ -104,7 +104,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 
 
 def late(evidence: Evidence, rank: int) -> Diagnosis:
-    """Return that a rank did not come to where the others awaited it, unless more is known of it."""
+    """Return that a rank did not come where it was awaited, unless more is known of it."""
     found = diagnose(evidence)
     if found.culprit == rank and found.kind != "behind":
         return found

@@ -233,15 +233,6 @@ class Engine:
                 host_blocks=self._backend.capabilities.host_blocks,
             )
 
-    def look(self) -> None:
-        """Raise when the offload has failed, or a peer will never come back; for waiting hosts.
-
-        Raises:
-            DloError: It has.
-        """
-        if self.watch is not None:
-            self.watch.look()
-
     def _make_state(self, plan: ModelPlan, streamer: Streamer) -> ModelState:
         readback = ReadBack(
             streamer,
@@ -548,7 +539,10 @@ class _AgreeOver:
             if found.kind == "nobody":
                 raise
             missing = error.missing if found.culprit < 0 else (found.culprit,)
-            raise AgreementError(f"{what}: {found.text} ({error})", missing=missing) from error
+            raise AgreementError(
+                f"{what}: the ranks could not agree within {self._timeout_s:g} s: {found.text}",
+                missing=missing,
+            ) from error
         return agreed(answers)
 
     def announce(self, wanted: int) -> None:

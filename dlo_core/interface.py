@@ -16,7 +16,7 @@ import torch
 from dlo_core.errors import HostMemoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
@@ -31,6 +31,7 @@ __all__ = [
     "MemoryInfo",
     "PinnedAllocator",
     "Registration",
+    "Seal",
     "Stream",
 ]
 
@@ -230,6 +231,21 @@ class Check(ABC):
         """Return whether any comparison that is done so far found a difference. Never waits."""
 
 
+class Seal(ABC):
+    """Spoils what a pass returned, if gathers were given up before the device came to its end.
+
+    The host may have left the model's call by then, so nothing can be raised there.
+    """
+
+    @abstractmethod
+    def apply(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Queue, on the current stream: if ``give_up`` was called by now, fill them with NaN."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """Spoil what the device has not yet come to the end of. From any thread; never waits."""
+
+
 class Backend(ABC):
     """One kind of device: all that a vendor has to write.
 
@@ -278,6 +294,13 @@ class Backend(ABC):
     @abstractmethod
     def new_check(self) -> Check:
         """Return a new comparison of device bytes."""
+
+    def new_seal(self) -> Seal | None:
+        """Return a new seal, where the host runs ahead of the device; None: it need not have one.
+
+        Needed where ``Collective.abort`` lets streams go on with bytes that never came.
+        """
+        return None
 
     @abstractmethod
     def collective(self, group: ProcessGroup) -> Collective:

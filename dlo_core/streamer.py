@@ -89,6 +89,7 @@ class Streamer:
                 self.end_pass()
             if self._pool.spoiled:
                 self.check_alive()
+            self._transfer.seal(_tensors_in((out,)))
             return out
         finally:
             self.leave()

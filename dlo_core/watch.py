@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from dlo_core.board import Position
 from dlo_core.diagnosis import Diagnosis, Evidence, diagnose, late
+from dlo_core.errors import DloError
 from dlo_core.process_state import state_of
 from dlo_core.transfer import reached
 
@@ -235,6 +236,7 @@ class Watch:
         self._post(always=True)
         if not self._host_blocks:
             self._pool.spoiled = True
+        self._transfer.give_up()
         self._collective.abort(error)
 
     # --- what it knows ----------------------------------------------------------------------------
@@ -250,7 +252,9 @@ class Watch:
         text = ""
         if failure is not None:
             state = "failed"
-            text = getattr(failure, "reason", "") or f"{type(failure).__name__}: {failure}"
+            ours = isinstance(failure, DloError)
+            plain = str(failure) if ours else f"{type(failure).__name__}: {failure}"
+            text = getattr(failure, "reason", "") or plain
             culprit = getattr(failure, "culprit", next(iter(getattr(failure, "missing", ())), -1))
         return Position(state, passes, _made(self._streamers), block, fill, raised, text, culprit)
 
@@ -275,7 +279,7 @@ class Watch:
         Args:
             missing: Ranks that did not come to where they were awaited.
         """
-        limit = time.monotonic() + min(_LONGEST_LOOK_S, max(self._timeout_s / 4, 2 * self._beat_s))
+        limit = time.monotonic() + self._look_s
         while True:
             self._board.post(self._position())
             self._board.wait_for_news(_POLL_S)
@@ -287,11 +291,26 @@ class Watch:
                 return late(evidence, missing[0]) if missing else found
             time.sleep(_POLL_S / 5)
 
+    @property
+    def _look_s(self) -> float:
+        return min(_LONGEST_LOOK_S, max(self._timeout_s / 4, 3 * self._beat_s))
+
+    def look_well(self) -> None:
+        """Do what ``look`` does, for a host whose wait for the others has failed; takes a moment.
+
+        Raises:
+            DloError: The offload has failed, or a peer will never come back.
+        """
+        limit = time.monotonic() + self._look_s
+        while time.monotonic() < limit and self._pool.failure is None and self.trouble is None:
+            time.sleep(_POLL_S / 5)
+        self.look()
+
     def look(self) -> None:
         """Close the offload if a peer will never come back; for a host that waits for the others.
 
         Raises:
-            FillError: One will not.
+            DloError: The offload has failed, or a peer will not come back.
         """
         failure = self._pool.failure
         if failure is None and (found := self.trouble) is not None:

@@ -81,7 +81,8 @@ class Walk:
         self._agreement.announce(done, 1)
         made, seen, quiet_since = 0, None, time.monotonic()
         while True:
-            self._engine.look()
+            if self._engine.watch is not None:
+                self._engine.watch.look()
             ended = self._agreement.heard(done)
             counts = self._agreement.heard(passes)
             if max(counts) > self.passes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dlo_core.agreement import Agreement, GroupAgreement, LoneAgreement
-from dlo_core.errors import ConfigError, DloError, UseError
+from dlo_core.errors import AgreementError, ConfigError, DloError, UseError
 from dlo_core.wave_request import CompatibilityKey, WaveRequest, check_wave, compatibility_key
 from dlo_core.wave_walk import FreeWalk, Walk
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dlo_core.board import Board
     from dlo_core.layerwise import LayerwiseOffload
     from dlo_core.topology import Topology
+    from dlo_core.watch import Watch
 
 # Of progress: a pass of a real model takes longer.
 _TELL_S = 0.05
@@ -131,10 +132,10 @@ class WaveRunner:
         self.report = WaveReport(0, 0, 0, 0.0)
         agreement.vote(self._problem(), "WaveRunner()")
         # A rank that this one shares no weights with may be waited for, too.
-        if offloaded.engine is not None and offloaded.engine.watch is not None:
+        if self._watch is not None:
             self._watched = agreement.board()
             if self._watched is not None:
-                offloaded.engine.watch.add(self._watched, agreement.members)
+                self._watch.add(self._watched, agreement.members)
 
     def run(self, requests: Sequence[WaveRequest] | None) -> list[WaveResult] | None:
         """Run ``requests``, given on one rank; every rank calls this.
@@ -154,6 +155,15 @@ class WaveRunner:
                 rank, and nothing was dispatched.
             AgreementError: A rank did not come, or showed no sign for ``idle_timeout_s``.
         """
+        try:
+            return self._run(requests)
+        except AgreementError:
+            # A connection that broke does not say why; the watch may know.
+            if self._watch is not None:
+                self._watch.look_well()
+            raise
+
+    def _run(self, requests: Sequence[WaveRequest] | None) -> list[WaveResult] | None:
         agreement = self._running()
         told: tuple[bytes, None] | tuple[None, BaseException] | None = None
         if requests is not None:
@@ -214,9 +224,8 @@ class WaveRunner:
     def close(self) -> None:
         """Give the control group back; local and idempotent."""
         agreement, self._agreement = self._agreement, None
-        engine, board = self._offloaded.engine, self._watched
-        if board is not None and engine is not None and engine.watch is not None:
-            engine.watch.drop(board)
+        if self._watched is not None and self._watch is not None:
+            self._watch.drop(self._watched)
         if agreement is not None:
             agreement.close()
 
@@ -273,11 +282,15 @@ class WaveRunner:
 
     # --- on every rank ----------------------------------------------------------------------------
 
+    @property
+    def _watch(self) -> Watch | None:
+        engine = self._offloaded.engine
+        return None if engine is None else engine.watch
+
     def _look(self) -> None:
         """Raise when the offload has failed, or a rank of the job will never come back."""
-        engine = self._offloaded.engine
-        if engine is not None:
-            engine.look()
+        if self._watch is not None:
+            self._watch.look()
 
     def _run_all(self, requests: Sequence[WaveRequest]) -> list[tuple[int, bool, WaveResult]]:
         """Run this replica's request of every wave; return (number, primary, result) of each."""

@@ -20,7 +20,10 @@ from toys import inputs, make_toy, twin
 
 import dlo_core as dlo
 from dlo_core import store_line, watch
+from dlo_core.accelerator import DeviceSeal
 from dlo_core.board import Board, Position
+from dlo_core.cpu import CpuBackend, GlooCollective
+from dlo_core.interface import Capabilities, Seal
 from dlo_core.store_line import StoreLine, StoreSilent
 
 if TYPE_CHECKING:
@@ -242,6 +245,98 @@ def test_the_thread_ends_with_the_offload_and_keeps_no_model() -> None:
         return threads()
 
     assert run_ranks(job, 2) == [0, 0]
+
+
+# --- a device that goes on ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_seal_spoils_what_the_device_had_not_computed(mode: Callable[[], Any]) -> None:
+    """Before ``give_up`` no bit changes, afterwards every plain floating tensor is NaN."""
+    flag = torch.zeros((), dtype=torch.bool)
+    seal = DeviceSeal(torch.device("cpu"), flag)
+    with mode():
+        plain, half = torch.rand(3, 4), torch.rand(4).bfloat16()
+        others = [torch.arange(3), torch.rand(1, 3).expand(2, 3), torch.empty(2, device="meta")]
+        before = plain.clone()
+        seal.apply([plain, half, *others])
+        assert torch.equal(plain, before)
+        assert not half.isnan().any()
+        seal.give_up()
+        seal.apply([plain, half, *others])
+    assert plain.isnan().all()
+    assert half.isnan().all()
+    assert torch.equal(others[0], torch.arange(3))
+    assert not others[1].isnan().any()
+
+
+class Ahead(CpuBackend):
+    """A backend whose host is said to run ahead; it notes what the watch does."""
+
+    capabilities = Capabilities(alignment=256)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def new_seal(self) -> Seal:
+        return NotingSeal(self.calls)
+
+    def collective(self, group: Any) -> GlooCollective:
+        return NotingCollective(group, self.calls)
+
+
+class NotingSeal(Seal):
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def apply(self, tensors: Any) -> None:
+        self.calls.append(f"apply to {len(list(tensors))}")
+
+    def give_up(self) -> None:
+        self.calls.append("give up")
+
+
+class NotingCollective(GlooCollective):
+    def __init__(self, group: Any, calls: list[str]) -> None:
+        super().__init__(group)
+        self.calls = calls
+
+    def abort(self, error: BaseException) -> None:
+        self.calls.append("abort")
+        super().abort(error)
+
+
+def test_a_pass_whose_gathers_are_given_up_under_it_never_returns() -> None:
+    """First the seal, then the gathers; the pass raises, though all of its blocks were called."""
+
+    def job(rank: int) -> list[str]:
+        model = make_toy(N)
+        backend = Ahead()
+        offloaded = dlo.offload(model, device=backend, group=dist.group.WORLD, timeout_s=2.0)
+        model(inputs())
+        if rank == 1:
+            stay_until_failed(offloaded)
+            dist.barrier()
+            return backend.calls
+        engine = offloaded.engine
+        assert engine is not None
+
+        def fail(module: Any, args: Any) -> None:
+            engine.pool.fail(RuntimeError("the device burns"))
+            limit = time.monotonic() + 5
+            while "abort" not in backend.calls and time.monotonic() < limit:
+                time.sleep(0.01)
+
+        model.post.register_forward_pre_hook(fail)
+        # The other rank is awaited by nothing in this pass: it makes its own fills of it.
+        with pytest.raises(dlo.DloError):
+            passes(model, 1)
+        dist.barrier()
+        return backend.calls
+
+    for calls in run_ranks(job, 2):
+        assert calls == ["apply to 1", "give up", "abort"]
 
 
 # --- shutdown -------------------------------------------------------------------------------------
