@@ -15,6 +15,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch.distributed as dist
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
@@ -110,18 +112,22 @@ class _Call:
         self.result: Any = None
         self.error: Exception | None = None
 
-    def run(self, store: Store) -> None:
+    def run(self, store: Store) -> bool:
+        """Do it, and return whether the store is still there."""
         work, self._work = self._work, None
+        there = True
         try:
             if work is not None:
                 self.result = work(store)
-        except Exception as error:  # a store that is gone, in whichever way it says so
+        except Exception as error:  # whichever kind of store it is
+            there = not isinstance(error, dist.DistNetworkError)
             self.error = RuntimeError(str(error))
         del work
         self.done.set()
+        return there
 
     def drop(self) -> None:
-        self.error = StoreSilent("the connection to the store of the job is closed")
+        self.error = StoreSilent("the connection to the store of the job is closed or broken")
         self.done.set()
 
 
@@ -145,8 +151,10 @@ class _Loop:
         self._calls.put(None)
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call.run(self._store)
+        there = True
+        while there and (call := self._calls.get()) is not None:
+            # A connection that broke does not come back, and says so at length in the log.
+            there = call.run(self._store)
             del call
         self._ended = True
         self._drain()

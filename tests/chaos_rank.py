@@ -215,7 +215,8 @@ class Rank:
 
     def _note(self, error: dlo.DloError) -> None:
         self.told.error, self.told.text = type(error).__name__, str(error)
-        self.told.culprit = getattr(error, "culprit", -1)
+        missing = getattr(error, "missing", ())
+        self.told.culprit = getattr(error, "culprit", next(iter(missing), -1))
         self.told.took_s = time.monotonic() - self.began
 
     def _end(self, offloaded: dlo.LayerwiseOffload) -> None:
