@@ -19,7 +19,9 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+import grown
 from checks import Skip
+from grown import address_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,41 +37,18 @@ _HUGE = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def grow(options: Options, found: Findings) -> None:
-    """Touch most of the free memory and let it go, twice; the second time it is there."""
+    """Touch 48 GiB and let them go, twice: the second time they are there."""
     import psutil
 
     from dlo_core.touch import touch_threads
 
+    nbytes = (64 << 20) if options.small else (48 << 30)
     total = psutil.virtual_memory().total
-    # A machine that grows tells of less than it can have; its limit may be seen in the kernel's.
-    wanted = (64 << 20) if options.small else min(48 << 30, int(_most_nbytes() * 0.6))
-    found.note(total_before_gb=round(total / _GB, 1), cores=touch_threads(), thp=_huge_pages())
+    found.note(total_gb_before=round(total / _GB, 1), cores=touch_threads(), huge=_huge_pages())
     for name in ("first", "again"):
-        start, done = time.perf_counter(), 0
-        # In parts: how far it came is known when the time is up.
-        held = []
-        while done < wanted and time.perf_counter() - start < options.limit_s / 3:
-            step = min(4 << 30, wanted - done)
-            pages = mmap.mmap(-1, step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            pages.madvise(mmap.MADV_HUGEPAGE)
-            code = _touch(pages, step)
-            if code:
-                found.note(stopped=os.strerror(code))
-                break
-            held.append(pages)
-            done += step
-        seconds = time.perf_counter() - start
-        found.note(
-            **{
-                f"{name}_touch_gb": round(done / _GB, 1),
-                f"{name}_touch_s": round(seconds, 2),
-                f"{name}_touch_gb_s": round(done / seconds / _GB, 2),
-            }
-        )
-        for pages in held:
-            pages.close()
-    found.note(total_after_gb=round(psutil.virtual_memory().total / _GB, 1))
-    found.true("memory could be touched", done > 0)
+        found.note(**{name: grown.grow(nbytes, limit_s=options.limit_s / 3)})
+    found.note(total_gb_after=round(psutil.virtual_memory().total / _GB, 1))
+    found.true("memory was touched", found.facts["first"]["gb"] > 0)
 
 
 def parts(options: Options, found: Findings) -> None:
@@ -218,7 +197,7 @@ class _Enabling:
             same = torch.equal(model(*self.args).cpu(), self.reference)
         self.found.true(f"same bits, {name}", same)
         offloaded.shutdown()
-        return rate
+        return float(rate)
 
 
 @contextmanager
@@ -261,19 +240,15 @@ def _tensor(pages: mmap.mmap) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _address(pages: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(pages))
-
-
 def _touch(pages: mmap.mmap, nbytes: int) -> int:
     from dlo_core.touch import touch
 
-    return touch(_address(pages), nbytes)
+    return touch(address_of(pages), nbytes)
 
 
 def _copy(dst: mmap.mmap, src: mmap.mmap, num_threads: int) -> None:
     """Copy as the loader does: in calls of 8 MiB, by threads."""
-    to, since, nbytes = _address(dst), _address(src), len(dst)
+    to, since, nbytes = address_of(dst), address_of(src), len(dst)
     starts = iter(range(0, nbytes, _CHUNK_NBYTES))
 
     def work() -> None:
@@ -296,15 +271,3 @@ def _huge_pages() -> dict[str, str]:
         except OSError as error:
             found[name] = str(error)
     return found
-
-
-def _most_nbytes() -> int:
-    """Return the bytes that this machine may come to have."""
-    import psutil
-
-    known = psutil.virtual_memory().total
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return known
-    return max(known, int(limit)) if limit.isdecimal() and int(limit) < 1 << 42 else known
