@@ -112,7 +112,7 @@ def made_results() -> dict[str, Any]:
 
 
 def test_contenders_are_held_against_the_limit_and_the_fastest_peer(scripts: Any) -> None:
-    peers, results = scripts("peers"), made_results()
+    peers, results = scripts("peers_report"), made_results()
     for found in results["contenders"].values():
         peers.compare(found, results["contenders"]["resident"])
     text = peers.table(results, [8])
@@ -137,7 +137,7 @@ def test_a_section_is_in_order_only_when_it_came_to_its_end(scripts: Any) -> Non
 def test_every_section_of_the_gpu_check_is_documented(scripts: Any) -> None:
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in text for name in scripts("gpu_check").SECTIONS)
-    assert all(f"`{name}`" in text for name in scripts("peers").CONTENDERS)
+    assert all(f"`{name}`" in text for name in scripts("contenders").CONTENDERS)
 
 
 @pytest.mark.slow
