@@ -591,6 +591,7 @@ class LayerwiseOffload:
             _check_rank(to_rank, self._size)
             number = self._number_of(model)
             state = engine.states[number]
+            state.check_no_parts(what)
             with state.readback.entered():
                 facts = {"call": what, "model": str(number), "to_rank": str(to_rank)}
                 return state, facts | state.readback.facts()

@@ -23,6 +23,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA
 from torch.nn.modules.module import _IncompatibleKeys
 
 from dlo_core.agreement import agree_on
+from dlo_core.dtensor import local_of
 from dlo_core.errors import AgreementError, ConfigError, DloError, FillError, UseError
 from dlo_core.rawbytes import bytes_of
 from dlo_core.together import begin_together, do_together
@@ -129,6 +130,7 @@ class Refit:
                 f"busy: {_WHAT} was called while a block computes (or while an iterator of "
                 "named_tensors() is not at its end); call it between passes"
             )
+        self._state.check_no_parts(_WHAT)
         if (reason := engine.store.why_read_only) is not None:
             raise UseError(f"{_WHAT} cannot write the weights: {reason}")
         named = self._state.named()
@@ -248,7 +250,7 @@ class Refit:
         engine.edited = True
         told.written.append(target.first)
         if target.place is None:
-            target.tensor.detach().copy_(value)
+            local_of(target.tensor).detach().copy_(value)
             return
         number, index = target.place
         spec = self._state.readback.layout(number).tensors[index]
