@@ -216,6 +216,7 @@ class Startup:
             self._backend,
             plans,
             rank=self._agreement.rank,
+            members=self._agreement.members,
             size=self._agreement.size,
             gathers=self.gathers,
             machine=Machine(),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dlo_core.agreement import Agreement, GroupAgreement, LoneAgreement
 from dlo_core.errors import ConfigError, DloError, UseError
+from dlo_core.shard_group import reach
 from dlo_core.wave_request import CompatibilityKey, WaveRequest, check_wave, compatibility_key
 from dlo_core.wave_walk import FreeWalk, Walk
 
@@ -327,15 +328,7 @@ def _all_ranks(topology: Topology, timeout_s: float) -> Agreement:
     groups = [group for group in groups if dist.get_world_size(group) > 1]
     if not groups:
         return LoneAgreement()
-    members: set[int] = {dist.get_rank()}
-    # Each step adds what the peers of one more dimension know: a grid is whole after all of them.
-    for group in groups:
-        step = GroupAgreement(group, timeout_s)
-        try:
-            members.update(*step.exchange(members, "WaveRunner()"))
-        finally:
-            step.close()
-    return GroupAgreement(sorted(members), timeout_s)
+    return GroupAgreement(reach(groups, (), timeout_s, "WaveRunner()"), timeout_s)
 
 
 def _plain(told: tuple[bytes, None] | tuple[None, BaseException]) -> tuple[Any, str | None]:
