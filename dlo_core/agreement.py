@@ -11,12 +11,14 @@ import pickle
 import time
 import weakref
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from dlo_core import errors
 from dlo_core.collective import release_group
 from dlo_core.errors import AgreementError, ConfigError, DloError, FillError
 from dlo_core.rendezvous import MissingRanks, default_store, meet, new_group_of
@@ -26,10 +28,42 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-__all__ = ["Agreement", "GroupAgreement", "LoneAgreement", "agree_on"]
+__all__ = ["Agreement", "GroupAgreement", "LoneAgreement", "Problem", "agree_on"]
 
 T = TypeVar("T")
 _POLL_S = 0.0005
+_ERRORS = errors.__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a rank tells the others of an error; always picklable, whatever the error is.
+
+    Attributes:
+        kind: Name of the nearest class of dlo's own errors, or nothing.
+        text: The error's class and text.
+    """
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Problem:
+        """Return what is to be told of ``error``."""
+        names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == _ERRORS]
+        try:
+            text = str(error)
+        # A vote must not fail for what somebody's error says of itself.
+        except Exception as problem:
+            text = f"(no text: {type(problem).__name__})"
+        return cls(names[0] if names else "", f"{type(error).__name__}: {text}")
+
+    def error(self, before: str) -> DloError:
+        """Return an error of the same kind, where there is one, with ``before`` and the text."""
+        kind = getattr(errors, self.kind, AgreementError) if self.kind else AgreementError
+        # One with a place of its own cannot be made of a text.
+        usable: type[DloError] = AgreementError if issubclass(kind, FillError) else kind
+        return usable(before + self.text)
 
 
 class Agreement(ABC):
@@ -110,17 +144,15 @@ class Agreement(ABC):
         The rank that brings one raises it as it is; the others raise one of the same class where
         it is dlo's own, else ``AgreementError``, naming the rank.
         """
-        told = None if error is None else (type(error), f"{type(error).__name__}: {error}")
-        answers = self.exchange(told, what)
+        answers = self.exchange(None if error is None else Problem.of(error), what)
         if error is not None:
             raise error
         failed = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
         if failed:
-            rank, (kind, text) = failed[0]
+            rank, problem = failed[0]
             more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-            usable = issubclass(kind, DloError) and not issubclass(kind, FillError)
-            raise (kind if usable else AgreementError)(
-                f"{what} failed on rank {rank}{more}, so it was refused on all {self.size}: {text}"
+            raise problem.error(
+                f"{what} failed on rank {rank}{more}, so it was refused on all {self.size}: "
             )
 
 

@@ -21,6 +21,8 @@ from dlo_core.wave_walk import FreeWalk, Walk
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch.distributed import ProcessGroup
+
     from dlo_core.layerwise import LayerwiseOffload
     from dlo_core.topology import Topology
 
@@ -108,7 +110,8 @@ class WaveRunner:
             idle_timeout_s: Seconds for which a rank that serves waits for a sign of the others.
 
         Raises:
-            ConfigError: A setting cannot be honoured; on every rank.
+            ConfigError: A setting cannot be honoured, or the topology is not the offload's, or one
+                of HSDP; on every rank.
             AgreementError: A rank did not come.
         """
         self._offloaded = offloaded
@@ -126,7 +129,11 @@ class WaveRunner:
         self._entry = 0
         self._told_s = 0.0
         self.report = WaveReport(0, 0, 0, 0.0)
-        self._agreement.vote(self._problem(), "WaveRunner()")
+        try:
+            self._agreement.vote(self._problem(topology), "WaveRunner()")
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, requests: Sequence[WaveRequest] | None) -> list[WaveResult] | None:
         """Run ``requests``, given on one rank; every rank calls this.
@@ -222,9 +229,11 @@ class WaveRunner:
 
     # --- before -----------------------------------------------------------------------------------
 
-    def _problem(self) -> ConfigError | None:
+    def _problem(self, topology: Topology) -> ConfigError | None:
         if self._offloaded.engine is None:
             return ConfigError("WaveRunner() needs an offload that is enabled; call enable() first")
+        if (problem := _why_not(self._offloaded, topology)) is not None:
+            return problem
         if self._ragged and self._gathers and len(self._offloaded.engine.streamers) > 1:
             return ConfigError(
                 "ragged=True cannot be honoured with several models in one offload: ranks in "
@@ -320,6 +329,41 @@ class WaveRunner:
         return WaveResult(
             value if self._primary else None, error, self._replica, time.monotonic() - began
         )
+
+
+def _why_not(offloaded: LayerwiseOffload, topology: Topology) -> ConfigError | None:
+    """Return why requests cannot run over ``topology``; None: they can."""
+    own = offloaded.topology
+    if topology.sizes.has_hsdp or (own is not None and own.sizes.has_hsdp):
+        return ConfigError(
+            "WaveRunner() cannot run over HSDP: its ranks gather every block from each other in "
+            "each forward, so all of them must run the same passes, and an idle pass takes no part "
+            "in that; give all ranks one request at a time, or use DP without fully_shard()"
+        )
+    if own is not None:
+        for name in ("dp", "sp", "tp"):
+            theirs, mine = _ranks(getattr(own, name)), _ranks(getattr(topology, name))
+            if theirs != mine:
+                return ConfigError(
+                    f"WaveRunner() wants the topology of its offload, whose {name} group has the "
+                    f"global ranks {list(theirs)}; got one with {list(mine)}: pass "
+                    "topology=offloaded.topology"
+                )
+    elif offloaded.config.use_allgather and offloaded.size > 1:
+        members = offloaded.agreement.members
+        group = _ranks(topology.group_for(use_allgather=True))
+        narrowed = offloaded.config.shard_within == "node" and set(members) <= set(group)
+        if members != group and not narrowed:
+            return ConfigError(
+                f"WaveRunner() got a topology that shards the weights over the global ranks "
+                f"{list(group)}, but the offload shards them over {list(members)}; pass the same "
+                "topology to offload(), instead of group="
+            )
+    return None
+
+
+def _ranks(group: ProcessGroup | None) -> tuple[int, ...]:
+    return (dist.get_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def _all_ranks(topology: Topology, timeout_s: float) -> Agreement:

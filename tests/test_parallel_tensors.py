@@ -280,6 +280,26 @@ def test_a_cut_is_the_slice_that_torch_makes() -> None:
                 assert torch.equal(got, want)
 
 
+def test_a_checkpoint_of_another_shape_is_refused_on_every_tp_rank(tmp_path: Path) -> None:
+    """Seven rows are wanted, and eight are there: on rank 0, which has four of either, too."""
+    path = tmp_path / "model.safetensors"
+    state = dict(Uneven().state_dict())
+    state["blocks.1.up.bias"] = torch.zeros(8)
+    save_file(state, path)
+
+    def job(rank: int) -> None:
+        topo = made_topology(tp=2)
+        model = Uneven().requires_grad_(False)
+        style = {"up": ColwiseParallel(output_layouts=Replicate())}
+        for block in model.blocks:
+            parallelize_module(block, dim(topo, "tp"), style)
+        message = r"'blocks\.1\.up\.bias' has shape \(8,\).* wants \(7,\)"
+        with pytest.raises(dlo.CheckpointError, match=message):
+            dlo.offload(model, device="cpu", topology=topo, checkpoint=path, tp_plan="placements")
+
+    run_ranks(job, 2)
+
+
 def test_uneven_dtensors_stream_too() -> None:
     """Seven rows over two ranks; placements say which rank has four of them."""
 

@@ -320,6 +320,37 @@ def test_settings_that_cannot_be_honoured_are_refused_on_every_rank() -> None:
         assert "several models" in message
 
 
+def test_a_topology_that_is_not_the_offloads_is_refused() -> None:
+    """Another dimension, another group, or HSDP, whose ranks all run the same passes."""
+
+    def job(rank: int) -> None:
+        world: Any = dist.group.WORLD
+        dp = dlo.Topology.from_groups(dp=world)
+        sp = dlo.Topology.from_groups(sp=world)
+        hsdp = dlo.Topology.from_groups(hsdp=world)
+        lone = dist.new_group([0])
+        half = dlo.Topology.from_groups(dp=lone if rank == 0 else None)
+        dist.barrier()
+
+        def refused(wrong: dlo.Topology, message: str, **settings: Any) -> None:
+            groups = len(dist.distributed_c10d._world.pg_map)
+            with dlo.offload(make_toy(2), device="cpu", **settings) as offloaded:
+                with pytest.raises(dlo.ConfigError, match=message):
+                    dlo.WaveRunner(offloaded, topology=wrong, fn=lambda request: None)
+                more = settings.get("topology")
+                # One that fits, and the failed ones left no group behind.
+                if more is not hsdp:
+                    dlo.WaveRunner(offloaded, topology=more or dp, fn=lambda request: None).close()
+            assert len(dist.distributed_c10d._world.pg_map) == groups
+
+        refused(sp, r"whose dp group has the global ranks \[0, 1\]; got one with", topology=dp)
+        refused(half, r"shards the weights over the global ranks \[\d\], but", group=world)
+        refused(hsdp, "cannot run over HSDP", topology=dp)
+        refused(dp, "cannot run over HSDP", topology=hsdp, use_allgather=False)
+
+    run_ranks(job, 2)
+
+
 def test_a_rank_that_serves_gives_up_on_one_that_shows_no_sign() -> None:
     with pytest.raises(RanksError) as caught:
         run_waves(
