@@ -32,6 +32,7 @@ __all__ = ["Agreement", "GroupAgreement", "LoneAgreement", "Problem", "agree_on"
 
 T = TypeVar("T")
 _POLL_S = 0.0005
+_EXCHANGES = "exchanges"
 _ERRORS = errors.__name__
 
 
@@ -102,7 +103,10 @@ class Agreement(ABC):
 
     @abstractmethod
     def announce(self, topic: str, number: int) -> None:
-        """Tell all ranks a growing ``number``, without waiting."""
+        """Tell all ranks a growing ``number``, without waiting.
+
+        What is told of a topic lasts as long as the job, so topics must be few: reuse them.
+        """
 
     def announced(self, topic: str) -> int:
         """Return the largest number that any rank announced; 0 when none did."""
@@ -210,7 +214,7 @@ class GroupAgreement(Agreement):
         self.members = tuple(group)
         self.rank, self.size = self.members.index(dist.get_rank()), len(self.members)
         self._timeout_s = timeout_s
-        self._steps = itertools.count()
+        self._steps = itertools.count(1)
         self._groups = itertools.count()
         self._store = default_store()
         self._group: ProcessGroup | None = None
@@ -333,15 +337,15 @@ class GroupAgreement(Agreement):
         self._group = None
         self._finalizer()
 
-    def _arrive(self) -> str:
-        """Tell the store that this rank came to the next exchange."""
-        step = f"dlo/{self._name}/{next(self._steps)}"
-        self._store.set(f"{step}/{self.rank}", "1")
+    def _arrive(self) -> int:
+        """Tell the others that this rank came to the next exchange."""
+        step = next(self._steps)
+        self.announce(_EXCHANGES, step)
         return step
 
-    def _missing(self, step: str) -> list[int]:
+    def _missing(self, step: int) -> list[int]:
         try:
-            return [r for r in range(self.size) if not self._store.check([f"{step}/{r}"])]
+            return [rank for rank, came in enumerate(self.heard(_EXCHANGES)) if came < step]
         except RuntimeError:
             return []
 

@@ -16,7 +16,7 @@ from dlo_core.agreement import Agreement, GroupAgreement, LoneAgreement
 from dlo_core.errors import ConfigError, DloError, UseError
 from dlo_core.shard_group import reach
 from dlo_core.wave_request import CompatibilityKey, WaveRequest, check_wave, compatibility_key
-from dlo_core.wave_walk import FreeWalk, Walk
+from dlo_core.wave_walk import FreeWalk, Walk, of_turn, stamped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -190,7 +190,9 @@ class WaveRunner:
         Args:
             number: Of the request, in the order in which they were given.
         """
-        return self._running().announced(self._topic("progress", number))
+        return max(
+            of_turn(self._runs, told) for told in self._running().heard(f"progress {number}")
+        )
 
     def cancel(self, number: int) -> bool:
         """Stop a request of the running ``run`` before its next pass; other requests go on.
@@ -206,7 +208,7 @@ class WaveRunner:
         """
         agreement = self._running()
         if self._lone:
-            agreement.announce(self._topic("cancel", number), 1)
+            agreement.announce(f"cancel {number}", stamped(self._runs, 1))
         return self._lone
 
     def close(self) -> None:
@@ -241,9 +243,6 @@ class WaveRunner:
                 "one by one, or use equal requests"
             )
         return None
-
-    def _topic(self, what: str, number: int) -> str:
-        return f"run {self._runs} {what} {number}"
 
     def _running(self) -> Agreement:
         if self._agreement is None:
@@ -299,11 +298,13 @@ class WaveRunner:
     def _before_pass(self, number: int, passes: int) -> None:
         """Stop a cancelled request; tell how far it is, now and then."""
         agreement = self._running()
-        if self._lone and agreement.heard_from(self._entry, self._topic("cancel", number)):
-            raise _Stop
+        if self._lone:
+            told = agreement.heard_from(self._entry, f"cancel {number}")
+            if of_turn(self._runs, told):
+                raise _Stop
         if self._primary and (passes == 1 or time.monotonic() - self._told_s > _TELL_S):
             self._told_s = time.monotonic()
-            agreement.announce(self._topic("progress", number), passes)
+            agreement.announce(f"progress {number}", stamped(self._runs, passes))
 
     def _run_one(self, request: WaveRequest) -> WaveResult:
         began = time.monotonic()

@@ -290,7 +290,7 @@ def test_a_checkpoint_of_another_shape_is_refused_on_every_tp_rank(tmp_path: Pat
     def job(rank: int) -> None:
         topo = made_topology(tp=2)
         model = Uneven().requires_grad_(False)
-        style = {"up": ColwiseParallel(output_layouts=Replicate())}
+        style: dict[str, Any] = {"up": ColwiseParallel(output_layouts=Replicate())}
         for block in model.blocks:
             parallelize_module(block, dim(topo, "tp"), style)
         message = r"'blocks\.1\.up\.bias' has shape \(8,\).* wants \(7,\)"

@@ -15,6 +15,7 @@ from ranks import RanksError, run_ranks
 from toys import make_toy
 
 import dlo_core as dlo
+from dlo_core.rendezvous import default_store
 from dlo_core.wave_request import check_wave, compatibility_key
 
 if TYPE_CHECKING:
@@ -245,6 +246,41 @@ def test_two_models_take_turns_while_a_rank_is_idle() -> None:
         return results is None or torch.equal(results[0].get(), wanted)
 
     assert run_ranks(job, 2) == [True, True]
+
+
+def test_a_server_that_runs_for_ever_does_not_fill_the_store() -> None:
+    """Exchanges, waves, progress and cancelled requests leave no more behind than the first."""
+
+    def job(rank: int) -> list[int]:
+        topology = dlo.Topology.from_sizes(dp=2, device_type="cpu")
+        high, low = make_toy(3, seed=1), make_toy(4, seed=2)
+        store = default_store()
+        keys = []
+
+        def both(request: dlo.WaveRequest) -> int:
+            runner.cancel(2)
+            with torch.inference_mode():
+                for step in range(request.num_inference_steps):
+                    (high if step % 2 else low)(noise(step))
+            return request.num_inference_steps
+
+        with dlo.offload([high, low], device="cpu", topology=topology, timeout_s=20) as offloaded:
+            runner = dlo.WaveRunner(offloaded, topology=topology, fn=both)
+            for _ in range(4):
+                results = runner.run(steps(3, 3, 3, 3, 3) if rank == 0 else None)
+                if results is not None:
+                    assert [each.cancelled for each in results] == [False, False, True] + [
+                        False
+                    ] * 2
+                    assert runner.progress(4) >= 1
+                offloaded.agreement.exchange(None, "the end of a run")
+                keys.append(store.num_keys())
+                offloaded.agreement.exchange(None, "counted")
+            runner.close()
+        return keys
+
+    for keys in run_ranks(job, 2):
+        assert len(set(keys[1:])) == 1
 
 
 # --- refused, on every rank and before anything is dispatched -------------------------------------
