@@ -579,7 +579,7 @@ class LayerwiseOffload:
 
     def _writing_agreement(self) -> Agreement:
         """Return those whose weights change together: who gathers or shares memory, or this one."""
-        shares = self._engine is not None and "shared" in self._engine.store.tiers
+        shares = self._engine is not None and self._engine.shares
         return self._living_agreement() if self._gathers or shares else LoneAgreement()
 
     def _reading(

@@ -1,12 +1,12 @@
 """Refitting: new values for weights that are offloaded, in place.
 
 [Note: old or new]
-Between two passes, with every rank at the same place on its tape: the device is waited for, each
-rank overwrites its part of each given tensor, and what the slots hold is forgotten. What was
-given as a whole (a mapping, a list) is checked and compared between the ranks before a byte is
-changed. An iterable is checked as it comes, so an error can come late: then the tensors that were
-written are *torn*. Every later use of the model raises and names one, until an update on all ranks
-that covers all of them.
+Between two passes, with every rank at the same place on its tape: the device is waited for on all
+ranks, then each rank overwrites its part of each given tensor, and what the slots hold is
+forgotten. What was given as a whole (a mapping, a list) is checked and compared between the ranks
+before a byte is changed. An iterable is checked as it comes, so an error can come late: then the
+tensors that were written are *torn*. Every later use of the model raises and names one, until an
+update on all ranks that covers all of them.
 """
 
 from __future__ import annotations
@@ -161,16 +161,11 @@ class Refit:
         return checked, facts if self._together else {}
 
     def _update(self, given: NamedTensors, checked: _Told | None) -> tuple[str, ...]:
+        # Together: a rank that shares its memory must not write while another one copies from it.
+        do_together(self._agreement, _WHAT, self._stand_still)
         told = _Told()
         problem: BaseException | None = None
         try:
-            owner = self._engine.pool.owner
-            if owner.open:
-                # So that every rank has queued the same fills, which are about to be waited for.
-                owner.end_pass()
-            # The device may be behind the host: a shard must not change under a copy that a forward
-            # still waits for, nor a resident tensor under a kernel.
-            self._streamer.stand_still()
             for name, value in _pairs(given):
                 target = self._accept(name, value, told, hashed=checked is None)
                 if target is not None:
@@ -184,6 +179,15 @@ class Refit:
         self._streamer.check_usable()
         self._engine.pool.owner.prefetch()
         return tuple(told.unknown)
+
+    def _stand_still(self) -> None:
+        owner = self._engine.pool.owner
+        if owner.open:
+            # So that every rank has queued the same fills, which are about to be waited for.
+            owner.end_pass()
+        # The device may be behind the host: a shard must not change under a copy that a forward
+        # still waits for, nor a resident tensor under a kernel.
+        self._streamer.stand_still()
 
     def _end(self, told: _Told, problem: BaseException | None, *, compare: bool) -> None:
         """Vote; what was begun is whole when every rank wrote the same, and torn otherwise."""

@@ -13,7 +13,7 @@ from dlo_core.host import HostStore, PrivateStore, SharedStore
 from dlo_core.ledger import Wish, spread
 from dlo_core.mapped import PagesStore, StagedStore, why_not_mapped
 from dlo_core.pages import PageableAllocator
-from dlo_core.plan import sample_values
+from dlo_core.plan import own_values, sample_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -254,6 +254,7 @@ def _identity(plans: Sequence[ModelPlan]) -> str:
     digest = hashlib.sha256()
     for plan in plans:
         digest.update(plan.digest())
+        digest.update(repr(own_values(plan)).encode())
         if plan.checkpoint is None:
             digest.update(sample_values(plan))
             continue

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from late import LateBackend, LateToy
 from leaks import nothing_left, segments
 from parallel_dit import made_topology, make_dit
 from pinning import PinningBackend, machine_of
@@ -24,6 +25,7 @@ from toys import assert_restored, inputs, make_toy, snapshot, twin
 
 import dlo_core as dlo
 from dlo_core import segment as segment_module
+from dlo_core.host import HostStore
 from dlo_core.segment import Segment, SegmentMaker, receive
 
 if TYPE_CHECKING:
@@ -129,6 +131,64 @@ def test_ranks_that_share_a_copy_update_it_together(checkpoint: Path) -> None:
 
     for text in run_ranks(body, 2):
         assert "blocks.0.linear.bias" in text
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_nobody_writes_before_all_have_read(late: int) -> None:
+    """Copies that the device has not come to are waited for on every rank before one writes."""
+
+    def body(rank: int) -> None:
+        backend = LateBackend()
+        model: Any = LateToy(5)
+        old, new = twin(model), LateToy(5, seed=1)
+        offloaded = start(model, backend)
+        x = inputs(rank)
+        out = model(x, backend)
+        if rank == late:
+            engine = offloaded.engine
+            stand_still = engine.streamers[0].stand_still
+
+            def slow() -> None:
+                time.sleep(0.5)
+                stand_still()
+
+            engine.streamers[0].stand_still = slow
+        offloaded.update_weights(new.state_dict())
+        backend.synchronize()
+        assert torch.equal(out, old(x))
+        out = model(x, backend)
+        backend.synchronize()
+        assert torch.equal(out, new(x))
+        dist.barrier()
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("hosts", [("shared", "shared"), ("shared", "pageable")])
+def test_weights_on_two_nodes_are_updated_together(hosts: tuple[str, str]) -> None:
+    """One rank a node writes what is shared there, whatever the other node has."""
+
+    def body(rank: int) -> int:
+        model, wanted = make_toy(N), make_toy(N, seed=1)
+        written = 0
+        write = HostStore.write
+
+        def count(self: HostStore, index: int, at: int, data: torch.Tensor) -> None:
+            nonlocal written
+            written += data.numel()
+            write(self, index, at, data)
+
+        with machine_of(node="aab"[rank]), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostStore, "write", count)
+            offloaded = start(model, PoisonBackend(0), host=hosts["aab"[rank] == "b"])
+            offloaded.update_weights(wanted.state_dict())
+        check(model, wanted)
+        dist.barrier()
+        offloaded.shutdown()
+        return written
+
+    blocks = sum(p.nbytes for p in make_toy(N).blocks.parameters())
+    assert run_ranks(body, 3) == [blocks, 0, blocks]
 
 
 def test_two_nodes_keep_a_copy_each(checkpoint: Path) -> None:
