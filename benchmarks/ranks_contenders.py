@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CONTENDERS", "Attached", "Contender"]
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,10 +84,11 @@ def _measure_contender(
     device = member.backend.device if contender.kind == "resident" else "cpu"
     attached: Attached | None = None
     try:
-        model = weights.lay_out(make_model(job.shape, job.parallel, exchange), job.shape, device)
-        found["blocks_nbytes"] = [_nbytes(block) for block in model.blocks]
+        model = make_model(job.shape, job.parallel, exchange)
         member.barrier()
         start = time.perf_counter()
+        weights.lay_out(model, job.shape, device)
+        found["blocks_nbytes"] = [_nbytes(block) for block in model.blocks]
         attached = contender.attach(member, model)
         member.backend.synchronize()
         found["start_s"] = round(time.perf_counter() - start, 3)

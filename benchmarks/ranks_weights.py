@@ -21,8 +21,8 @@ _ALIGNMENT = 256
 _CHUNK = 1 << 25
 _STRIDE = 4099
 _STD = 0.02
-_PIECE_NBYTES = 2 << 30
-_LEFT_NBYTES = 3 << 30
+_PIECE_NBYTES = 1 << 30
+_LEFT_NBYTES = 1 << 30
 
 
 class Weights:

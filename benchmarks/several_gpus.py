@@ -49,7 +49,7 @@ class Section:
 
     Attributes:
         limit_s: Seconds that it has.
-        contenders: Whom it runs, after the resident run where that is its own.
+        contenders: Whom it runs, after the resident run where it has its own.
         kind: ``"steps"``, ``"links"`` or ``"contention"``.
         reference: The section with the resident run that it is held against.
         parallel: ``"dp"`` or ``"sp"``.
@@ -90,6 +90,13 @@ SECTIONS: dict[str, Section] = {
     "peer_copies": Section(50, ("gather_peer_copies",)),
     "contention": Section(50, kind="contention"),
     "few_channels": Section(50, ("gather",), environment={"NCCL_MAX_CTAS": "4"}),
+    "sp_rivals": Section(
+        80,
+        ("local", "fsdp2_cpu_offload"),
+        reference="sp",
+        parallel="sp",
+        environment=_PINNING,
+    ),
     "omni": Section(90, ("omni_distributed",), environment=_PINNING, needs="vllm_omni"),
 }
 _PASSES = (8, 5, 3)
@@ -118,10 +125,7 @@ def run_section(options: argparse.Namespace) -> int:
     from dlo_core.bench.launch import run_ranks
 
     section = SECTIONS[options.run]
-    reference = section.reference
-    if reference == "modes" and options.stand_in:
-        reference = options.stand_in
-    found: dict[str, Any] = {"contenders": {}, "ranks": {}, "reference": reference}
+    found: dict[str, Any] = {"contenders": {}, "ranks": {}, "reference": options.reference}
 
     def hear(_: int, what: str) -> None:
         told = json.loads(what)
@@ -168,7 +172,7 @@ def job_of(options: argparse.Namespace, section: Section) -> tuple[Any, Any]:
         return (measure_links if section.kind == "links" else measure_contention), job
     runs = tuple(zip(options.lengths, options.passes, strict=False))[: section.num_lengths]
     contenders = section.contenders
-    if options.run in (section.reference, options.stand_in):
+    if options.run == options.reference:
         contenders = ("resident", *contenders)
     parallel = section.parallel
     # What is told at the end must be heard before the ranks are killed.
@@ -220,10 +224,9 @@ def run_all(options: argparse.Namespace) -> int:
     print(f"weights {max(sizes) / 1e9:.2f} GB, ready after {results['prepare_s']} s", flush=True)
     for name in options.sections:
         left = deadline - time.monotonic()
-        if left < 15:
-            found: dict[str, Any] = {"skipped": "out of budget"}
-        elif SECTIONS[name].needs and find_spec(SECTIONS[name].needs) is None:
-            found = {"skipped": f"{SECTIONS[name].needs} is not installed"}
+        reason = why_not(options, name, left)
+        if reason:
+            found: dict[str, Any] = {"skipped": reason}
         else:
             limit_s = min(SECTIONS[name].limit_s, left)
             print(f"== {name} (at most {limit_s:.0f} s)", flush=True)
@@ -238,14 +241,33 @@ def run_all(options: argparse.Namespace) -> int:
     return verdict(results)
 
 
+def why_not(options: argparse.Namespace, name: str, left_s: float) -> str:
+    """Return why a section is left out; empty: it is not."""
+    section, heads = SECTIONS[name], shape_of(options, unequal=False).num_heads
+    if section.needs and find_spec(section.needs) is None:
+        return f"{section.needs} is not installed"
+    if section.parallel == "sp" and heads % options.ranks:
+        return f"{heads} heads cannot be divided among {options.ranks} ranks"
+    return "out of budget" if left_s < 15 else ""
+
+
 def passed_on(options: argparse.Namespace, name: str, limit_s: float) -> list[str]:
     """Return the options of a section's process."""
     arguments = ["--device", options.device, "--ranks", str(options.ranks)]
     arguments += ["--tokens", ",".join(map(str, options.lengths))]
     arguments += ["--passes", ",".join(map(str, options.passes))]
-    arguments += ["--run", name, "--weights", options.weights, "--stand-in", options.stand_in]
+    arguments += ["--run", name, "--weights", options.weights]
+    arguments += ["--reference", reference_for(name, options.sections)]
     arguments += ["--until", str(time.time() + limit_s)]
     return arguments + (["--small"] if options.small else [])
+
+
+def reference_for(name: str, sections: list[str]) -> str:
+    """Return the section whose resident run is the reference: its own where none is asked for."""
+    wanted = SECTIONS[name].reference
+    alike = [each for each in sections if SECTIONS[each].reference == wanted]
+    alike = [each for each in alike if SECTIONS[each].kind == "steps"]
+    return wanted if wanted in sections else next(iter(alike), name)
 
 
 def topology(options: argparse.Namespace) -> str:
@@ -297,9 +319,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", default="", help="lengths of a rank, with commas between")
     parser.add_argument("--passes", default="", help="timed passes of each length, likewise")
     parser.add_argument("--budget", type=float, default=470, help="seconds for everything")
-    for name in ("run", "weights", "answer"):
+    for name in ("run", "weights", "reference", "answer"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
-    parser.add_argument("--stand-in", default="", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     lengths = _SMALL if options.small else _LARGE
@@ -313,16 +334,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"unknown sections {', '.join(unknown)}; known: {', '.join(SECTIONS)}")
     if options.ranks < 2:
         parser.error(f"--ranks must be at least 2; got {options.ranks}")
-    if not options.run:
-        options.stand_in = _stand_in(options.sections)
     return options
-
-
-def _stand_in(sections: list[str]) -> str:
-    """Return the section that measures the resident run where ``modes`` is not asked for."""
-    needy = [name for name in sections if SECTIONS[name].kind == "steps"]
-    needy = [name for name in needy if SECTIONS[name].reference == "modes"]
-    return "" if "modes" in needy else next(iter(needy), "")
 
 
 def _numbers(text: str) -> list[int]:

@@ -147,9 +147,9 @@ def gather_by_copies(
 
     def run(rank: int) -> None:
         region = MadeRegion(buffers, barriers)
+        start = 16 + rank * nbytes if in_place else 16
         gather = peer_copies.PeerCopies(rank, ranks, lambda _: (region, start))
         slot = buffers[rank][16:] if in_place else torch.zeros(nbytes * ranks, dtype=torch.uint8)
-        start = 16 + rank * nbytes if in_place else 16
         shard = buffers[rank][start : start + nbytes]
         for number in range(rounds):
             slow = number % ranks == rank
@@ -197,9 +197,14 @@ def test_views_are_found_in_the_buffer_that_all_ranks_map_once(
     import torch.distributed._symmetric_memory as symmetric
 
     met: list[torch.Tensor] = []
+
+    def rendezvous(made: torch.Tensor, group: Any) -> torch.Tensor:
+        met.append(made)
+        return made
+
     monkeypatch.setattr(symmetric, "empty", torch.empty)
     monkeypatch.setattr(symmetric, "enable_symm_mem_for_group", lambda name: None)
-    monkeypatch.setattr(symmetric, "rendezvous", lambda made, group: met.append(made) or made)
+    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
     group: Any = SimpleNamespace(group_name="ours")
     regions = scripts("peer_copies").SymmetricRegions(group, torch.device("cpu"))
     first, second = regions.empty(8192), regions.empty(8192)
@@ -332,15 +337,22 @@ def test_multicast_is_off_for_every_rank(scripts: Any, monkeypatch: pytest.Monke
     assert not any(name in each for each in made for name in MULTICAST_OFF)
 
 
-def test_a_section_alone_brings_its_own_resident_run(scripts: Any) -> None:
+def test_a_section_whose_reference_is_not_asked_for_brings_its_own(scripts: Any) -> None:
+    find = scripts("several_gpus").reference_for
+    assert find("fsdp", ["links", "modes", "fsdp"]) == "modes"
+    assert find("settings", ["links", "fsdp", "settings"]) == "fsdp"
+    assert find("fsdp", ["links", "fsdp", "settings"]) == "fsdp"
+    assert find("sp_rivals", ["modes", "sp_rivals"]) == "sp_rivals"
+    assert find("unequal", ["unequal"]) == "unequal"
+
+
+def test_a_section_that_cannot_run_here_is_left_out_with_the_reason(scripts: Any) -> None:
     script = scripts("several_gpus")
-
-    def parse(sections: str) -> Any:
-        return script.parse(["--device", "cpu", "--small", "--sections", sections])
-
-    assert parse("links,fsdp,settings").stand_in == "fsdp"
-    assert parse("links,modes,fsdp").stand_in == ""
-    assert parse("sp,unequal").stand_in == ""
+    options = script.parse(["--device", "cpu", "--small", "--ranks", "3"])
+    assert "8 heads cannot be divided among 3 ranks" in script.why_not(options, "sp", 100)
+    assert "vllm_omni is not installed" in script.why_not(options, "omni", 100)
+    assert script.why_not(options, "modes", 5) == "out of budget"
+    assert not script.why_not(options, "modes", 100)
 
 
 def test_every_section_and_contender_is_documented(scripts: Any) -> None:
