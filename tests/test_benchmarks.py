@@ -33,7 +33,9 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             del sys.modules[name]
 
 
-def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    name: str, *arguments: str, limit_s: float = 170
+) -> subprocess.CompletedProcess[str]:
     """Run a script on the dlo that is tested here."""
     environment = os.environ | {"PYTHONPATH": str(Path(dlo_core.__file__).parent.parent)}
     # The scripts' helpers lie beside them.
@@ -43,7 +45,7 @@ def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=limit_s,
         check=False,
     )
 
