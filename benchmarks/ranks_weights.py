@@ -87,7 +87,7 @@ def grow_memory(nbytes: int, *, limit_s: float = 60.0) -> float:
 
     The memory of some machines grows as it is used, and dlo plans with what there is.
     """
-    from dlo_cuda.pinned import touch
+    from dlo_core.touch import touch
 
     deadline, held = time.monotonic() + limit_s, list[mmap.mmap]()
     while _available() + len(held) * _PIECE_NBYTES < nbytes and time.monotonic() < deadline:
@@ -95,7 +95,7 @@ def grow_memory(nbytes: int, *, limit_s: float = 60.0) -> float:
             break
         held.append(mmap.mmap(-1, _PIECE_NBYTES))
         address = ctypes.addressof(ctypes.c_char.from_buffer(held[-1]))
-        touch(address, _PIECE_NBYTES, num_threads=len(os.sched_getaffinity(0)))
+        touch(address, _PIECE_NBYTES)
     del held[:]
     return _available() / 1e9
 
