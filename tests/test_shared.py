@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import resource
@@ -25,6 +26,7 @@ from toys import assert_restored, inputs, make_toy, snapshot, twin
 
 import dlo_core as dlo
 from dlo_core import segment as segment_module
+from dlo_core import touch as touch_module
 from dlo_core.host import HostStore
 from dlo_core.segment import Segment, SegmentMaker, receive
 
@@ -289,7 +291,7 @@ def test_a_rank_that_cannot_be_handed_the_memory_is_told_why(checkpoint: Path) -
         assert "one user in one network namespace" in text
 
 
-@pytest.mark.parametrize("step", ["make", "pages"])
+@pytest.mark.parametrize("step", ["make", "pages", "pages one by one"])
 def test_no_room_for_the_memory_is_an_error_on_every_rank(step: str, checkpoint: Path) -> None:
     """The system itself refuses: a limit on the size of files, and a disk that is full."""
 
@@ -302,6 +304,9 @@ def test_no_room_for_the_memory_is_an_error_on_every_rank(step: str, checkpoint:
             def full(*args: Any) -> None:
                 raise OSError(28, "No space left on device")
 
+            code = errno.ENOMEM if step == "pages" else errno.EINVAL
+            module: Any = touch_module
+            module._system_madvise = lambda: lambda *_: code
             os.posix_fallocate = full
         return refused(rank, dlo.HostMemoryError, checkpoint, 0)
 
