@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ from dlo_cuda.cudart import load_runtime
 from dlo_cuda.pinned import SlabAllocator
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dlo_core.interface import Graph
     from dlo_cuda.cudart import Runtime
 
 __all__ = ["CudaBackend", "make_backend"]
@@ -47,6 +51,7 @@ class CudaBackend(AcceleratorBackend):
                 readonly_registration=slabs is not None and readonly,
                 # torch's own pinned memory takes powers of two.
                 locks_exactly=slabs is not None,
+                graph_capture=True,
             ),
             allocator=slabs,
         )
@@ -64,6 +69,15 @@ class CudaBackend(AcceleratorBackend):
             return
         for start, stop in pairwise((0, *cuts, len(src))):
             super().copy(dst[start:stop], src[start:stop])
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Record a CUDA graph, on a stream of its own."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device=self.device)
+        # Threads that have nothing to do with it may go on.
+        recording = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self.device), recording:
+            yield graph
 
     def _cuts(self, host: torch.Tensor) -> list[int]:
         # Rows are small and come from torch's memory; only runs of bytes lie in slabs.
