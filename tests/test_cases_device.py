@@ -167,7 +167,10 @@ class Heavy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the rows that ``x`` names."""
-        return sum(block(x) for block in self.blocks)  # type: ignore[return-value]
+        out = torch.zeros((), device=x.device)
+        for block in self.blocks:
+            out = out + block(x)
+        return out
 
 
 @pytest.mark.timeout(150)
