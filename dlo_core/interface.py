@@ -305,6 +305,10 @@ class Backend(ABC):
         """
         raise BackendError(f"{type(self).__name__} captures no graphs")
 
+    def recording(self) -> bool:
+        """Return whether work of the current stream is recorded, by ``capture`` or anybody else."""
+        return False
+
     def settings(self) -> Mapping[str, str]:
         """Return what of this environment decides speed or memory, for ``dlo info``.
 

@@ -164,6 +164,11 @@ class Transfer(ABC):
         self.gathered_nbytes = 0
 
     @property
+    def recorded(self) -> bool:
+        """Whether what is queued now is recorded in a graph, and does not run."""
+        return self._backend.recording()
+
+    @property
     def feed(self) -> Feed:
         """What brings the shards."""
         return self._feed

@@ -81,6 +81,10 @@ class CudaBackend(AcceleratorBackend):
         with torch.cuda.device(self.device), recording:
             yield graph
 
+    def recording(self) -> bool:
+        """Return whether the current stream is captured."""
+        return torch.cuda.is_current_stream_capturing()
+
     def settings(self) -> Mapping[str, str]:
         """Return versions, and what the environment says of memory, queues and NCCL."""
         return describe(exact=self._slabs is not None)

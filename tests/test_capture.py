@@ -269,6 +269,18 @@ def test_after_the_end_a_replay_is_refused(end: str) -> None:
             captured()
 
 
+def test_a_forward_in_somebody_elses_graph_is_refused_and_harms_nothing() -> None:
+    job = Job()
+    with torch.no_grad(), job.backend.compute():
+        captured = job.offloaded.capture(job.model, batch(0))
+        x = batch(1)
+        for call in (job.model, captured):
+            with job.backend.capture(), pytest.raises(dlo.UseError, match=r"offloaded\.capture"):
+                call(x)
+        got = [job.model(batch(2)), captured(batch(2)).clone()]
+    assert all(torch.equal(one, job.resident(batch(2))) for one in got)
+
+
 # --- no superfluous wait --------------------------------------------------------------------------
 
 NEEDED: dict[str, tuple[tuple[str, ...], int, list[tuple[str, int]]]] = {

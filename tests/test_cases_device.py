@@ -210,6 +210,24 @@ def test_a_pass_is_captured_and_replayed_beside_passes(cuda: Backend) -> None:
     offloaded.disable()
 
 
+def test_a_forward_in_a_graph_of_the_users_own_is_refused(cuda: Backend) -> None:
+    """B25. It would wait for events from outside of the graph, and leave a stream unjoined."""
+    model = Deep(4)
+    resident = resident_on(model, cuda)
+    offloaded = dlo.offload(model, device=cuda)
+    with torch.inference_mode():
+        x = batch(cuda)
+        wanted = resident(x)
+        cuda.synchronize()
+        with (
+            pytest.raises(dlo.UseError, match=r"offloaded\.capture"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            model(x)
+        assert torch.equal(model(x), wanted)
+    offloaded.disable()
+
+
 @pytest.mark.timeout(150)
 def test_a_compiled_model_is_captured(cuda: Backend) -> None:
     """B25. The graph holds what the compiler made of the blocks, and dlo's copies."""

@@ -218,6 +218,10 @@ class SimBackend(Backend):
         finally:
             self.graph, self.recorder = None, recorder
 
+    def recording(self) -> bool:
+        """Return whether a graph is being recorded."""
+        return self.graph is not None
+
     # --- for a user of the kit ----------------------------------------------------------------
 
     @contextmanager
