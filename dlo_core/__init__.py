@@ -14,6 +14,7 @@ import logging
 import dlo_core._torch  # noqa: F401 - first of all: it says why torch cannot be imported
 from dlo_core._version import __version__
 from dlo_core.api import offload, offloaded
+from dlo_core.capture import CapturedPass
 from dlo_core.config import OffloadConfig
 from dlo_core.errors import (
     AgreementError,
@@ -50,6 +51,7 @@ __all__ = [
     "BlockState",
     "BlockStats",
     "Capabilities",
+    "CapturedPass",
     "Cast",
     "CheckpointError",
     "ConfigError",
