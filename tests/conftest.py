@@ -99,8 +99,9 @@ def _mark_many_ranks(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.ranks)
             given = item.callspec.params if hasattr(item, "callspec") else {}
             for name in _COUNTS:
-                if isinstance(given.get(name), int):
-                    counts[item] = given[name]
+                count = given.get(name)
+                if isinstance(count, int):
+                    counts[item] = count
     with_two = {_origin(item) for item, count in counts.items() if count == 2}
     for item, count in counts.items():
         if count > 2 and _origin(item) in with_two:
