@@ -202,11 +202,10 @@ def test_views_are_found_in_the_buffer_that_all_ranks_map_once(
         met.append(made)
         return made
 
-    monkeypatch.setattr(symmetric, "empty", torch.empty)
-    monkeypatch.setattr(symmetric, "enable_symm_mem_for_group", lambda name: None)
+    peer_copies, group = scripts("peer_copies"), SimpleNamespace()
+    monkeypatch.setattr(peer_copies, "_allocate", lambda n, _: torch.empty(n, dtype=torch.uint8))
     monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
-    group: Any = SimpleNamespace(group_name="ours")
-    regions = scripts("peer_copies").SymmetricRegions(group, torch.device("cpu"))
+    regions = peer_copies.SymmetricRegions(group, torch.device("cpu"))
     first, second = regions.empty(8192), regions.empty(8192)
     for view, buffer, start in ((first[100:200], first, 100), (second, second, 0)):
         region, found = regions.find(view)
@@ -229,6 +228,7 @@ def made_results() -> dict[str, Any]:
                 "digests": ["a"],
                 "allocated_nbytes": 2e9,
                 "reserved_nbytes": 3e9,
+                "used_nbytes": 4e9,
                 "block_ms": [ms / 4] * 4,
                 "energy_j": 5.0,
             }
