@@ -298,14 +298,18 @@ def show(name: str, found: dict[str, Any], rows: list[Any]) -> None:
 
 
 def verdict(results: dict[str, Any]) -> int:
-    """Return 0 when dlo ran and every pass had the resident run's bits."""
+    """Return 0 when every pass of dlo had the resident run's bits, and gather mode did run."""
     from ranks_contenders import CONTENDERS
 
     ours = [row for row in results["rows"] if CONTENDERS[row["contender"]].ours]
     wrong = [f"{row['section']}, {row['contender']}" for row in ours if not row["same_bits"]]
     if wrong:
         print(f"other bits than the resident run, or unknown: {'; '.join(wrong)}")
-    return 1 if wrong or not ours else 0
+    asked = [name for name in results["sections"] if "gather" in SECTIONS[name].contenders]
+    silent = set(asked) - {row["section"] for row in ours if row["contender"] == "gather"}
+    if silent:
+        print(f"no step of gather mode came out of: {', '.join(sorted(silent))}")
+    return 1 if wrong or silent else 0
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

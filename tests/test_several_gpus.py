@@ -355,6 +355,22 @@ def test_a_section_that_cannot_run_here_is_left_out_with_the_reason(scripts: Any
     assert not script.why_not(options, "modes", 100)
 
 
+def test_wrong_bits_and_a_gather_mode_that_did_not_run_are_failures(scripts: Any) -> None:
+    script, report = scripts("several_gpus"), scripts("ranks_report")
+
+    def verdict(results: dict[str, Any]) -> int:
+        rows = [row.to_dict() for row in report.rows_of(results)]
+        return int(script.verdict(results | {"rows": rows}))
+
+    assert verdict(made_results()) == 0
+    results = made_results()
+    results["sections"]["modes"]["contenders"]["local"]["1"]["runs"]["100"]["digests"] = ["b"]
+    assert verdict(results) == 1
+    results = made_results()
+    del results["sections"]["modes"]["contenders"]["gather"]
+    assert verdict(results) == 1
+
+
 def test_every_section_and_contender_is_documented(scripts: Any) -> None:
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     script, contenders = scripts("several_gpus"), scripts("ranks_contenders").CONTENDERS
