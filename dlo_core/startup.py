@@ -21,7 +21,15 @@ from dlo_core.errors import ConfigError, DloWarning
 from dlo_core.hooks import offload_of
 from dlo_core.ledger import Allotment, Wish, settle
 from dlo_core.machine import Machine
-from dlo_core.plan import Footprint, Loading, ModelPlan, plan_model, predict, sample_values
+from dlo_core.plan import (
+    Footprint,
+    Loading,
+    ModelPlan,
+    own_values,
+    plan_model,
+    predict,
+    sample_values,
+)
 from dlo_core.segment import Segment, SegmentMaker, receive
 from dlo_core.tiers import make_store, make_wish
 
@@ -216,6 +224,7 @@ class Startup:
             self._backend,
             plans,
             rank=self._agreement.rank,
+            members=self._agreement.members,
             size=self._agreement.size,
             gathers=self.gathers,
             machine=Machine(),
@@ -294,6 +303,7 @@ class Startup:
             store=made.store,
             digest=decision.digest,
             progress=progress,
+            shares=made.allotment.shares,
         )
         made.engine.prepare(self._agreement)
         if made.allotment.note:
@@ -405,6 +415,10 @@ def _facts_of(number: int, plan: ModelPlan) -> dict[str, str]:
     facts[f"all layouts of model {number}"] = plan.digest().hex()[:12]
     if plan.checkpoint is None:
         facts[f"values of model {number} (a sample)"] = sample_values(plan).hex()[:12]
+    facts |= {
+        f"values of {name!r} of model {number} (post_load=, or the module's)": digest
+        for name, digest in own_values(plan).items()
+    }
     return facts
 
 
