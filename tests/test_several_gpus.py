@@ -355,6 +355,25 @@ def test_a_section_that_cannot_run_here_is_left_out_with_the_reason(scripts: Any
     assert not script.why_not(options, "modes", 100)
 
 
+def test_the_memory_grows_until_there_is_enough_or_no_more(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psutil
+
+    script, free, most = scripts("several_gpus"), [5], [12]
+
+    def grow(nbytes: int, *, limit_s: float) -> None:
+        free.append(min(free[-1] + 4, most[0]))
+
+    monkeypatch.setattr(script, "grow", grow)
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=free[-1] * 10**9)
+    )
+    assert script.grow_until(8 * 10**9, limit_s=10) == 9.0
+    assert script.grow_until(100 * 10**9, limit_s=10) == 12.0
+    assert free == [5, 9, 12, 12]
+
+
 def test_wrong_bits_and_a_gather_mode_that_did_not_run_are_failures(scripts: Any) -> None:
     script, report = scripts("several_gpus"), scripts("ranks_report")
 
@@ -381,10 +400,10 @@ def test_every_section_and_contender_is_documented(scripts: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--small", "--ranks", "2", "--out", str(tmp_path)]
-    done = run_script("several_gpus.py", *options, limit_s=380)
+    done = run_script("several_gpus.py", *options, limit_s=580)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "several_gpus.json").read_text())
     for name, found in results["sections"].items():
