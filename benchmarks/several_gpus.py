@@ -196,7 +196,7 @@ def environment(options: argparse.Namespace, section: Section, rank: int) -> dic
 def run_all(options: argparse.Namespace) -> int:
     """Run every section within the budget; return 0 when all bits of dlo are right."""
     from ranks_model import make_model
-    from ranks_report import rows_of
+    from ranks_report import crossing, rows_of
     from ranks_tables import tables
     from ranks_weights import make_weights, weights_nbytes
 
@@ -236,6 +236,7 @@ def run_all(options: argparse.Namespace) -> int:
         results["sections"][name] = found
         rows = rows_of(results)
         results["rows"] = [row.to_dict() for row in rows]
+        results["crossing"] = crossing(rows)
         (out / "several_gpus.json").write_text(json.dumps(results, indent=1))
         (out / "several_gpus.md").write_text(tables(results, rows))
         show(name, found, [row for row in rows if row.section == name])
