@@ -424,5 +424,5 @@ def test_three_ranks_tell_rates_and_contention(scripts: Any) -> None:
     rates = gathered(told_by_ranks(job, links.measure_links, 3))[""]
     assert all(found[name] > 0 for found in rates.values() for name in ("gather_gb_s", "link_gb_s"))
     beside = gathered(told_by_ranks(job, links.measure_contention, 3))[""]
-    assert all(found["nccl"]["in_place"]["right"] for found in beside.values())
+    assert all(found["gloo"]["in_place"]["right"] for found in beside.values())
     assert "CUDA" in beside["0"]["peer_copies"]
