@@ -40,7 +40,7 @@ from dlo_core.transfer import (
 from dlo_core.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from dlo_core.agreement import Agreement
     from dlo_core.config import OffloadConfig
@@ -66,12 +66,23 @@ class Engine:
         store: HostStore,
         digest: bytes,
         progress: bool | Callable[[LoadProgress], None],
-        samples: Sequence[str] = (),
+        shares: bool,
+        samples: Mapping[str, str] | None = None,
         kept: Salvage | None = None,
     ) -> None:
         """Allocate the device's memory and read all bytes into ``store``; no model is touched.
 
-        What is ``kept`` is in ``store`` already.
+        Args:
+            plans: The models.
+            config: The settings.
+            backend: Of the device.
+            collective: Of the shard group.
+            store: For the shards.
+            digest: Of the trailers.
+            progress: As for ``enable``.
+            shares: Whether any rank of the group shares host memory, on this node or another.
+            samples: Of the values; see ``Salvage``.
+            kept: What ``store`` came from, with the shards in it.
 
         Raises:
             CheckpointError: The bytes cannot be read.
@@ -83,11 +94,12 @@ class Engine:
         self.shards = [shard for plan in plans for shard in plan.shards]
         self.layouts = [layout for plan in plans for layout in plan.layouts]
         self.store = store
+        self.shares = shares
         self._load_threads = config.load_threads
         hosts = [remainder_run(plan.remainder.nbytes) for plan in plans]
         self._kept = kept
         self._load(digest, progress, hosts)
-        self._digest, self._samples = digest, tuple(samples)
+        self._digest, self._samples = digest, dict(samples or {})
         self._fingerprint = fingerprint(store) if collective.size > 1 else None
         self.pool = self._make_pool(config)
         self.remainders = [

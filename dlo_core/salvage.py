@@ -18,7 +18,7 @@ from dlo_core.host import PrivateStore
 from dlo_core.source import ModuleTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from dlo_core.host import HostStore
     from dlo_core.plan import ModelPlan
@@ -54,7 +54,7 @@ class Salvage:
         expected: bytes | None,
         *,
         digest: bytes,
-        samples: Sequence[str],
+        samples: Mapping[str, str],
         place: tuple[int, int],
         host: tuple[str | None, int | None],
         lost: str,
@@ -65,7 +65,7 @@ class Salvage:
             store: The shards.
             expected: Their fingerprint, as they were read.
             digest: Of the layouts.
-            samples: Of the values, one a model.
+            samples: Facts about the values.
             place: Rank in the group, and its size.
             host: The tier and the budget that were asked for.
             lost: Why they are not what the checkpoint has any more; empty: they are.
@@ -73,7 +73,7 @@ class Salvage:
         self._store: HostStore | None = store
         self._expected = expected
         self._digest = digest
-        self.samples = tuple(samples)
+        self.samples = dict(samples)
         self._place = place
         self._host = host
         self._lost = lost
@@ -91,7 +91,7 @@ class Salvage:
         self,
         *,
         digest: bytes,
-        samples: Sequence[str],
+        samples: Mapping[str, str],
         place: tuple[int, int],
         host: tuple[str | None, int | None],
     ) -> str:
@@ -112,7 +112,7 @@ class Salvage:
                 f"they are those of rank {was} of {of}, and this is rank {rank} of {size}",
             ),
             (digest != self._digest, "the model, its blocks or what is resident are not the same"),
-            (tuple(samples) != self.samples, "the checkpoint or the model has other values"),
+            (dict(samples) != self.samples, "the checkpoint or the model has other values"),
             (host != self._host, "another kind of host memory is asked for"),
             (self._expected is None, f"{kind} keeps no bytes that this rank alone could pass on"),
         )

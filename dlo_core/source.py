@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 _SHOWN = 5
+_SAMPLE = 4096
 
 
 class Source(Protocol):
@@ -227,7 +228,7 @@ def prove_module(
         ConfigError: A tensor is on meta; names it.
     """
     values = {item.name: _value_of(item, made or {}) for item in inventory.owned()}
-    at_hand = {item.name for owned in inventory.streamed for item in owned} if kept else set()
+    at_hand = _streamed(inventory) if kept else frozenset()
     empty = [name for name, value in values.items() if value.is_meta and name not in at_hand]
     if empty:
         raise ConfigError(
@@ -259,6 +260,7 @@ def prove_checkpoint(
     transforms: Transforms = None,
     made: Mapping[int, torch.Tensor] | None = None,
     slicing: Slicing | None = None,
+    kept: bool = False,
 ) -> dict[str, Source]:
     """Return a source for every tensor, by its first name, having compared all headers.
 
@@ -272,13 +274,17 @@ def prove_checkpoint(
         transforms: What is done to its tensors.
         made: Values that ``post_load=`` made, by the id of the tensor that they are for.
         slicing: Which part of each this tensor-parallel rank has; None: all of it.
+        kept: Whether streamed tensors may be without a source, for their bytes are at hand.
 
     Raises:
         ConfigError: A transform does not fit or is for no tensor.
         CheckpointError: A tensor is missing, unknown, or has another shape or dtype; names them all
             up to a few.
     """
-    proof = _Proof(checkpoint, recipes, TransformTable(transforms), made or {}, slicing)
+    at_hand = _streamed(inventory) if kept else frozenset()
+    proof = _Proof(
+        checkpoint, recipes, TransformTable(transforms), made or {}, slicing, at_hand=at_hand
+    )
     for item in inventory.owned():
         proof.add(item)
     return proof.end()
@@ -294,12 +300,15 @@ class _Proof:
         transforms: TransformTable,
         made: Mapping[int, torch.Tensor],
         slicing: Slicing | None,
+        *,
+        at_hand: frozenset[str],
     ) -> None:
         self._checkpoint = checkpoint
         self._recipes = recipes
         self._transforms = transforms
         self._made = made
         self._slicing = slicing
+        self._at_hand = at_hand
         self._sources: dict[str, Source] = {}
         self._problems: list[str] = []
         self._used: set[str] = set()
@@ -319,6 +328,12 @@ class _Proof:
                         f"{key!r} is {source.dtype} but {keys[0]!r}, which is tied to it, is "
                         f"{sources[0].dtype}"
                     )
+                elif not self._problems and not _sampled_alike(sources[0], source):
+                    self._problems.append(
+                        f"{key!r} and {keys[0]!r} are one tensor in the model (tied), but their "
+                        "bytes differ: build the model without that tie, or leave one of them out "
+                        f"with key_map=dlo_core.Ignore({key!r})"
+                    )
             self._sources[item.name] = sources[0]
             if item.is_parameter and any(id(e.original) in self._made for e in item.entries):
                 self._problems.append(
@@ -328,7 +343,7 @@ class _Proof:
         value = _value_of(item, self._made)
         if value is item.tensor and item.persistent:
             self._missing.append(item.name)
-        elif value.is_meta:
+        elif value.is_meta and item.name not in self._at_hand:
             self._lost.append(item.name)
         else:
             self._sources[item.name] = ModuleTensor(value)
@@ -373,6 +388,32 @@ class _Proof:
             recipe = cut.apply(recipe)
         stored = StoredTensor(self._checkpoint, recipe)
         return stored if convert is None else ConvertedTensor(stored, convert)
+
+
+def _sampled_alike(
+    first: StoredTensor | ConvertedTensor, other: StoredTensor | ConvertedTensor
+) -> bool:
+    """Return whether two tensors have equal bytes at the beginning, in the middle and at the end.
+
+    All of them would be read a second time otherwise. Of what a function makes, its input counts.
+    """
+    pair = [each.inner if isinstance(each, ConvertedTensor) else each for each in (first, other)]
+    if pair[0].canonical() == pair[1].canonical():
+        return True
+    rows = []
+    for each in pair:
+        spec = TensorSpec("", each.dtype, each.shape, contiguous_stride(each.shape))
+        length = min(_SAMPLE, spec.nbytes)
+        starts = sorted({0, (spec.nbytes - length) // 2, spec.nbytes - length})
+        run = torch.empty(len(starts) * length, dtype=torch.uint8, device="cpu")
+        for number, start in enumerate(starts):
+            each.read(spec, start, start + length, run[number * length : (number + 1) * length])
+        rows.append(run)
+    return torch.equal(*rows)
+
+
+def _streamed(inventory: Inventory) -> frozenset[str]:
+    return frozenset(item.name for owned in inventory.streamed for item in owned)
 
 
 def _value_of(item: Owned, made: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import os
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from dlo_core.plan import (
     Footprint,
     Loading,
     ModelPlan,
+    own_values,
     plan_model,
     predict,
     sample_stored,
@@ -61,8 +61,9 @@ __all__ = ["Request", "Startup"]
 _logger = logging.getLogger("dlo")
 
 # Settings in which ranks may differ: the bytes that are gathered are the same.
+_OWN_SETTINGS = ("host", "pin_budget_bytes", "load_threads", "direct_io")
+# Of a comm library, beyond the watch's own deadline.
 _SPARE_S = 60.0
-_OWN_SETTINGS = ("host", "pin_budget_bytes")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +117,7 @@ class _Decision:
         digest: Of the layouts.
         footprint: The bytes that it takes.
         wish: The host memory that it wants.
-        samples: Of the values, one a model; empty in rank-local mode.
+        samples: Facts about the values; none in rank-local mode.
         kept: Shards that are used again instead of being read.
     """
 
@@ -124,7 +125,7 @@ class _Decision:
     digest: bytes
     footprint: Footprint
     wish: Wish
-    samples: tuple[str, ...]
+    samples: dict[str, str]
     kept: Salvage | None
 
 
@@ -218,7 +219,7 @@ class Startup:
     def _decide(self, plans: Sequence[ModelPlan], salvage: Salvage | None) -> _Decision:
         """Return what the plans come to; in rank-local mode only the mode must be the same."""
         facts = {"dlo": __version__, "use_allgather": str(self._config.use_allgather)}
-        samples: tuple[str, ...] = ()
+        samples: dict[str, str] = {}
         if self.gathers:
             facts["device"] = self._backend.name
             facts |= {
@@ -226,10 +227,10 @@ class Startup:
                 for name, value in self._config.to_dict().items()
                 if name not in _OWN_SETTINGS
             }
-            samples = tuple(_sample(number, plan, salvage) for number, plan in enumerate(plans))
-            for number, (plan, sample) in enumerate(zip(plans, samples, strict=True)):
+            for number, plan in enumerate(plans):
                 facts |= _facts_of(number, plan)
-                facts[f"values of model {number} (a sample)"] = sample
+            samples = _samples(plans, salvage)
+            facts |= samples
         digest = hashlib.sha256()
         for plan in plans:
             digest.update(plan.digest())
@@ -238,6 +239,7 @@ class Startup:
             self._backend,
             plans,
             rank=self._agreement.rank,
+            members=self._agreement.members,
             size=self._agreement.size,
             gathers=self.gathers,
             machine=Machine(),
@@ -254,7 +256,7 @@ class Startup:
         plans: Sequence[ModelPlan],
         salvage: Salvage | None,
         digest: bytes,
-        samples: tuple[str, ...],
+        samples: dict[str, str],
     ) -> Salvage | None:
         """Return the salvage if it is what would be read; say so if it is not.
 
@@ -315,9 +317,7 @@ class Startup:
         # All ranks have read: what one gives back, no other wants any more.
         for plan in plans:
             if plan.checkpoint is not None:
-                # Advice to the system, after the last vote: its failure must not be this rank's.
-                with suppress(Exception):
-                    plan.checkpoint.give_back_pages()
+                plan.checkpoint.give_back_pages()
         return made.engine, footprint
 
     def _share(self, made: _Made, wish: Wish) -> None:
@@ -360,6 +360,7 @@ class Startup:
             progress=progress,
             samples=decision.samples,
             kept=kept,
+            shares=made.allotment.shares,
         )
         made.engine.prepare(self._agreement)
         if made.allotment.note:
@@ -478,14 +479,24 @@ def _facts_of(number: int, plan: ModelPlan) -> dict[str, str]:
     return facts
 
 
-def _sample(number: int, plan: ModelPlan, salvage: Salvage | None) -> str:
-    """Return a sample of a model's values: of the checkpoint, of the module, or as they were."""
-    if plan.checkpoint is not None:
-        return sample_stored(plan).hex()[:12]
-    on_meta = any(item.tensor.is_meta for owned in plan.inventory.streamed for item in owned)
-    if salvage is not None and on_meta:
-        return salvage.samples[number] if number < len(salvage.samples) else "nothing"
-    return sample_values(plan).hex()[:12]
+def _samples(plans: Sequence[ModelPlan], salvage: Salvage | None) -> dict[str, str]:
+    """Return facts about the values: of the checkpoint, of the module, or as they were."""
+    facts: dict[str, str] = {}
+    kept = False
+    for number, plan in enumerate(plans):
+        on_meta = any(item.tensor.is_meta for owned in plan.inventory.streamed for item in owned)
+        name = f"values of model {number} (a sample)"
+        kept = kept or on_meta
+        if plan.checkpoint is not None:
+            facts[name] = sample_stored(plan).hex()[:12]
+        elif not on_meta:
+            facts[name] = sample_values(plan).hex()[:12]
+        facts |= {
+            f"values of {name!r} of model {number} (post_load=, or the module's)": digest
+            for name, digest in own_values(plan).items()
+        }
+    # What is on meta has no values to look at.
+    return {**salvage.samples, **facts} if salvage is not None and kept else facts
 
 
 def _check_model(model: object) -> None:
