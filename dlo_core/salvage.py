@@ -111,7 +111,11 @@ class Salvage:
                 place != self._place,
                 f"they are those of rank {was} of {of}, and this is rank {rank} of {size}",
             ),
-            (digest != self._digest, "the model, its blocks or what is resident are not the same"),
+            (
+                digest != self._digest,
+                "the model, its blocks, what is resident or how it is read (checkpoint=, key_map=, "
+                "transforms=) is not the same",
+            ),
             (dict(samples) != self.samples, "the checkpoint or the model has other values"),
             (host != self._host, "another kind of host memory is asked for"),
             (self._expected is None, f"{kind} keeps no bytes that this rank alone could pass on"),

@@ -132,7 +132,7 @@ class Watch:
 
     def _judge(self, now: float) -> None:
         waiting = self._outstanding()
-        signature = (self._signature_of(), len(waiting))
+        signature = (self._signature_of(), len(waiting)) if waiting else None
         if signature != self._signature or not waiting:
             self._signature, self._moved = signature, now
         found = diagnose(self._evidence(self._board, self._members))
@@ -157,11 +157,10 @@ class Watch:
         for board, members in ((self._board, self._members), *self._others):
             if board is not self._board:
                 found = diagnose(self._evidence(board, members))
-            if found.certain:
-                return found
             quiet = found.kind in ("stopped", "silent")
-            if quiet and board.heard()[found.culprit].age_s > self._timeout_s:
-                return found
+            if found.certain or (quiet and board.heard()[found.culprit].age_s > self._timeout_s):
+                # The ranks of another board have other numbers; the text has the global ones.
+                return found if board is self._board else replace(found, culprit=-1)
         return None
 
     def _post(self, *, always: bool = False) -> None:
@@ -333,8 +332,8 @@ class Watch:
             state: ``"closed"`` or ``"exited"``.
             why: The reason.
         """
-        if not self._lock.acquire(timeout=1.0):
-            return
+        # It may be held for long: by a comm library that is being given up, or in another process.
+        locked = self._lock.acquire(timeout=1.0)
         try:
             if self._closed:
                 return
@@ -345,7 +344,8 @@ class Watch:
             for board, _ in ((self._board, ()), *self._others):
                 board.post(last, always=True)
         finally:
-            self._lock.release()
+            if locked:
+                self._lock.release()
         self._finalizer()
         if self._thread is not threading.current_thread():
             self._thread.join(1.0)
