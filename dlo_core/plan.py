@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,6 @@ from dlo_core.source import (
 )
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Sequence
 
     from dlo_core.config import OffloadConfig
@@ -42,6 +42,7 @@ __all__ = [
     "Footprint",
     "Loading",
     "ModelPlan",
+    "files_of",
     "own_values",
     "plan_model",
     "predict",
@@ -334,11 +335,24 @@ def sample_values(plan: ModelPlan) -> bytes:
     return digest.digest()
 
 
+def files_of(plan: ModelPlan) -> str:
+    """Return what is equal on this node for the same files of a checkpoint, unchanged.
+
+    Nothing is read. Two files with the same content differ.
+    """
+    told = []
+    assert plan.checkpoint is not None
+    for path in sorted({tensor.path for tensor in plan.checkpoint.tensors.values()}):
+        status = os.stat(path)
+        told.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+    return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
 def sample_stored(plan: ModelPlan) -> bytes:
     """Return a sha256 over a few bytes of a few blocks of the checkpoint.
 
-    As ``sample_values``, for ranks that were given different checkpoints; but reads are slow in
-    some places, so it is one from each of at most 16 blocks.
+    As ``sample_values``, for ranks that read different files; but reads are slow in some places, so
+    it is one from each of at most 16 blocks.
     """
     digest = hashlib.sha256()
     step = -(-len(plan.layouts) // _SAMPLED_BLOCKS)

@@ -116,7 +116,10 @@ class Salvage:
                 "the model, its blocks, what is resident or how it is read (checkpoint=, key_map=, "
                 "transforms=) is not the same",
             ),
-            (dict(samples) != self.samples, "the checkpoint or the model has other values"),
+            (
+                dict(samples) != self.samples,
+                "the checkpoint is another one or has changed, or the model has other values",
+            ),
             (host != self._host, "another kind of host memory is asked for"),
             (self._expected is None, f"{kind} keeps no bytes that this rank alone could pass on"),
         )

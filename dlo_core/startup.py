@@ -25,6 +25,7 @@ from dlo_core.plan import (
     Footprint,
     Loading,
     ModelPlan,
+    files_of,
     own_values,
     plan_model,
     predict,
@@ -33,6 +34,7 @@ from dlo_core.plan import (
 )
 from dlo_core.segment import Segment, SegmentMaker, receive
 from dlo_core.tiers import make_store, make_wish
+from dlo_core.together import do_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -64,6 +66,7 @@ _logger = logging.getLogger("dlo")
 _OWN_SETTINGS = ("host", "pin_budget_bytes", "load_threads", "direct_io")
 # Of a comm library, beyond the watch's own deadline.
 _SPARE_S = 60.0
+_FILES = "files of model {}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,12 +178,35 @@ class Startup:
             assert decision is not None
             assert made is not None
             agree_on(self._agreement, decision.facts, "offload()")
+            self._compare_files(plans, decision)
             return self._build(made, plans, decision, request.progress)
         except BaseException:
             for plan in plans:
                 if plan.checkpoint is not None:
                     plan.checkpoint.close()
             raise
+
+    def _compare_files(self, plans: Sequence[ModelPlan], decision: _Decision) -> None:
+        """Refuse ranks that would read other values: by the files, or else by a sample of them.
+
+        Raises:
+            AgreementError: They would.
+        """
+        if not self.gathers:
+            return
+        mine = [decision.samples[name] for name in _files(plans)]
+        everyone = self._agreement.exchange(mine, "offload()")
+        if all(theirs == mine for theirs in everyone):
+            return
+
+        def sample() -> dict[str, str]:
+            return {
+                f"values of model {number} (a sample)": sample_stored(plan).hex()[:12]
+                for number, plan in enumerate(plans)
+                if plan.checkpoint is not None
+            }
+
+        agree_on(self._agreement, do_together(self._agreement, "offload()", sample), "offload()")
 
     def _plan(self, request: Request, plans: list[ModelPlan]) -> None:
         """Append a plan for every model."""
@@ -230,7 +256,7 @@ class Startup:
             for number, plan in enumerate(plans):
                 facts |= _facts_of(number, plan)
             samples = _samples(plans, salvage)
-            facts |= samples
+            facts |= {name: value for name, value in samples.items() if name not in _files(plans)}
         digest = hashlib.sha256()
         for plan in plans:
             digest.update(plan.digest())
@@ -479,8 +505,15 @@ def _facts_of(number: int, plan: ModelPlan) -> dict[str, str]:
     return facts
 
 
+def _files(plans: Sequence[ModelPlan]) -> list[str]:
+    """Return the names of the facts that say which files are read."""
+    return [
+        _FILES.format(number) for number, plan in enumerate(plans) if plan.checkpoint is not None
+    ]
+
+
 def _samples(plans: Sequence[ModelPlan], salvage: Salvage | None) -> dict[str, str]:
-    """Return facts about the values: of the checkpoint, of the module, or as they were."""
+    """Return facts about the values: which files, a sample of the module's, or as they were."""
     facts: dict[str, str] = {}
     kept = False
     for number, plan in enumerate(plans):
@@ -488,7 +521,7 @@ def _samples(plans: Sequence[ModelPlan], salvage: Salvage | None) -> dict[str, s
         name = f"values of model {number} (a sample)"
         kept = kept or on_meta
         if plan.checkpoint is not None:
-            facts[name] = sample_stored(plan).hex()[:12]
+            facts |= {_FILES.format(number): f"{Machine().node} {files_of(plan)}"}
         elif not on_meta:
             facts[name] = sample_values(plan).hex()[:12]
         facts |= {

@@ -73,7 +73,7 @@ def right(model: torch.nn.Module, rank: int, seed: int = 0) -> bool:
 def test_the_same_ranks_go_on_without_reading_the_checkpoint_again(
     tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same memory, a few sampled bytes read, the same bits, values that come back."""
+    """The same memory, no byte of a tensor read, the same bits, values that come back."""
     path = stored(tmp_path) if source == "checkpoint" else None
     read = []
     preadv = os.preadv
@@ -103,9 +103,7 @@ def test_the_same_ranks_go_on_without_reading_the_checkpoint_again(
         assert right(model, rank)
         return nbytes
 
-    for nbytes in run_ranks(job, 2):
-        # What is sampled, of 16 blocks at most.
-        assert nbytes <= N * 1024
+    assert run_ranks(job, 2) == [0, 0]
 
 
 def test_a_rank_that_was_started_again_reads_and_the_other_does_not(tmp_path: Path) -> None:
@@ -164,7 +162,7 @@ def test_bytes_that_are_not_what_was_read_are_read_again(
     told = run_ranks(job, 2)
     assert "something has written over them" in told[0][0]
     assert [len(texts) for texts in told] == [3, 2]
-    assert "other values" in told[1][0]
+    assert "another one or has changed" in told[1][0]
     assert "is not the same" in told[1][1]
 
 

@@ -190,6 +190,23 @@ def test_another_checkpoint_of_the_same_layout_is_refused(tmp_path: Any) -> None
     assert "values of model 0 (a sample): rank 0 has " in texts[0]
 
 
+def test_a_copy_of_the_checkpoint_is_the_same(tmp_path: Any) -> None:
+    """As on two nodes: a few bytes are compared."""
+    from safetensors.torch import save_file
+
+    for rank in range(2):
+        save_file(make_toy(N).state_dict(), tmp_path / f"{rank}.safetensors")
+
+    def job(rank: int) -> bool:
+        model = make_toy(N, seed=5)
+        offloaded = offload(model, checkpoint=tmp_path / f"{rank}.safetensors", load_timeout_s=20)
+        right = torch.equal(model(inputs()), make_toy(N)(inputs()))
+        offloaded.disable()
+        return right
+
+    assert run_ranks(job, 2) == [True, True]
+
+
 # --- what is no failure ---------------------------------------------------------------------------
 
 
