@@ -103,7 +103,8 @@ def make_backend(device: str) -> CudaBackend:
         BackendError: This torch is not built for CUDA, or there is no such device.
     """
     check_built(device)
-    number = number_of(device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    # is_available() would leave a process that forks without CUDA in its children.
+    number = number_of(device, torch.cuda.device_count())
     if number is None:
         # Asking for the current device would start CUDA, which a look at the backends must not.
         number = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
