@@ -51,7 +51,9 @@ class CapturedPass:
         transfer: Transfer,
         graph: Graph,
         *,
-        twins: tuple[Tape, Transfer],
+        num_fills: int,
+        num_skipped: int,
+        copied_nbytes: int,
         inputs: tuple[Sequence[Any], Any],
         output: Any,
     ) -> None:
@@ -61,7 +63,9 @@ class CapturedPass:
             streamer: Of the model.
             transfer: Of the offload.
             graph: Holds the pass.
-            twins: What it was recorded over.
+            num_fills: Fills that it makes.
+            num_skipped: Fills that the slots hold already.
+            copied_nbytes: Bytes that it copies from the host.
             inputs: The arguments that it reads, flat, and their form.
             output: What the call returned.
         """
@@ -69,7 +73,9 @@ class CapturedPass:
         self._streamer = streamer
         self._transfer = transfer
         self._graph = graph
-        self._twins = twins
+        self._num_fills = num_fills
+        self._num_skipped = num_skipped
+        self._copied_nbytes = copied_nbytes
         self._inputs, self._form = inputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,8 +105,8 @@ class CapturedPass:
                     if isinstance(mine, torch.Tensor):
                         mine.copy_(new, non_blocking=True)
             self._graph.replay()
-            self._transfer.after_graph(self._twins[1])
-            self._streamer.tape.count_pass(self._twins[0])
+            self._transfer.after_graph(self._copied_nbytes)
+            self._streamer.tape.count_pass(self._num_fills, self._num_skipped)
         finally:
             self._streamer.leave()
         return self.output
@@ -122,7 +128,7 @@ class CapturedPass:
 
     def __repr__(self) -> str:
         """Show how many fills it holds."""
-        return f"CapturedPass({self._twins[0].num_fills} fills)"
+        return f"CapturedPass({self._num_fills} fills, {self._copied_nbytes:,} bytes)"
 
 
 def capture_pass(
@@ -196,7 +202,9 @@ def capture_pass(
         streamer,
         engine.transfer,
         graph,
-        twins=(tape, transfer),
+        num_fills=tape.num_fills,
+        num_skipped=tape.num_skipped,
+        copied_nbytes=transfer.copied_nbytes,
         inputs=(inputs, form),
         output=output,
     )
