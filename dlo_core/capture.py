@@ -15,6 +15,7 @@ records them anew behind the graph. So passes and replays may take turns.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,9 +160,10 @@ def capture_pass(
     with torch.inference_mode(False), torch.no_grad():
         inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     mine, named = tree_unflatten(inputs, form)
+    run = partial(call, *mine, **named)
     for _ in range(_WARM_UP):
         before = streamer.tape.num_passes
-        call(*mine, **named)
+        run()
         _check_passes(streamer.tape.num_passes - before)
     streamer.enter()
     try:
@@ -171,25 +173,8 @@ def capture_pass(
         pool = engine.pool.twin(backend)
         transfer = engine.transfer.twin(pool)
         tape = streamer.tape.twin(pool, transfer)
-        try:
-            with (
-                streamer.instead(tape, transfer, pool, backend.new_event()),
-                backend.capture() as graph,
-            ):
-                transfer.fork()
-                try:
-                    output = call(*mine, **named)
-                finally:
-                    transfer.join()
-        except DloError:
-            raise
-        # Whatever the device and the model say of it: nothing of it ran.
-        except Exception as error:
-            raise UseError(
-                f"the pass could not be captured: {error}; a graph holds no wait of the host "
-                "(.item(), .cpu(), prints of tensors) and no memory of the device that is taken "
-                "past torch: take these out, or run the model without capture()"
-            ) from error
+        with streamer.instead(tape, transfer, pool, backend.new_event()):
+            graph, output = _record(backend, transfer, run)
         _check_passes(tape.num_passes)
         if not streamer.tape.holds_alike(tape):
             raise UseError(
@@ -208,6 +193,27 @@ def capture_pass(
         inputs=(inputs, form),
         output=output,
     )
+
+
+def _record(backend: Backend, transfer: Transfer, run: Callable[[], Any]) -> tuple[Graph, Any]:
+    """Return the graph of what ``run`` queues, and what it returns."""
+    try:
+        with backend.capture() as graph:
+            transfer.fork()
+            try:
+                output = run()
+            finally:
+                transfer.join()
+    except DloError:
+        raise
+    # Whatever the device and the model say of it: nothing of it ran.
+    except Exception as error:
+        raise UseError(
+            f"the pass could not be captured: {error}; a graph holds no wait of the host "
+            "(.item(), .cpu(), prints of tensors) and no memory of the device that is taken past "
+            "torch: take these out, or run the model without capture()"
+        ) from error
+    return graph, output
 
 
 def _check(engine: Engine, backend: Backend) -> None:
