@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dlo_core.errors import ConfigError, DloError, UseError
+from dlo_core.errors import ConfigError, UseError
 from dlo_core.feed import DirectFeed
 
 if TYPE_CHECKING:
@@ -204,12 +204,16 @@ def _record(backend: Backend, transfer: Transfer, run: Callable[[], Any]) -> tup
                 output = run()
             finally:
                 transfer.join()
-    except DloError:
+    except (UseError, ConfigError):
         raise
-    # Whatever the device and the model say of it: nothing of it ran.
+    # Whatever the device and the model say of it: nothing of it ran. What came first says most,
+    # for a graph that is broken refuses all that comes after.
     except Exception as error:
+        first: BaseException = error
+        while first.__context__ is not None:
+            first = first.__context__
         raise UseError(
-            f"the pass could not be captured: {error}; a graph holds no wait of the host "
+            f"the pass could not be captured: {first}; a graph holds no wait of the host "
             "(.item(), .cpu(), prints of tensors) and no memory of the device that is taken past "
             "torch: take these out, or run the model without capture()"
         ) from error

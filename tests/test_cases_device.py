@@ -229,6 +229,32 @@ def test_a_forward_in_a_graph_of_the_users_own_is_refused(cuda: Backend) -> None
     offloaded.disable()
 
 
+class Looking(Deep):
+    """Makes the host wait for a value, which no graph can hold."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the blocks, and look at the result of each."""
+        for block in self.blocks:
+            x = block(x).tanh()
+            if x[0, 0].item() > 2:
+                raise ArithmeticError("tanh is below one")
+        return x
+
+
+def test_a_pass_that_waits_for_the_device_is_not_captured_and_goes_on(cuda: Backend) -> None:
+    """B25. A capture that fails half-way harms neither the offload nor the device."""
+    model = Looking(4)
+    resident = resident_on(model, cuda)
+    offloaded = dlo.offload(model, device=cuda)
+    with torch.inference_mode():
+        x = batch(cuda)
+        wanted = resident(x)
+        with pytest.raises(dlo.UseError, match="could not be captured"):
+            offloaded.capture(model, x)
+        assert all(torch.equal(model(x), wanted) for _ in range(3))
+    offloaded.disable()
+
+
 @pytest.mark.timeout(150)
 def test_a_compiled_model_is_captured(cuda: Backend) -> None:
     """B25. The graph holds what the compiler made of the blocks, and dlo's copies."""
