@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Event(Protocol):
-    """A point in a stream's work, as ``torch.cuda.Event`` has it.
+    """A point in a stream's work, as ``torch.Event`` has it.
 
     An event that was never recorded counts as reached.
     """
@@ -56,7 +56,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work that runs in order, as ``torch.cuda.Stream`` has it."""
+    """A queue of work that runs in order, as ``torch.Stream`` has it."""
 
     def wait_event(self, event: Any) -> None:
         """Let all work that is queued from now on wait for ``event``."""
@@ -236,7 +236,7 @@ class Backend(ABC):
     """One kind of device: all that a vendor has to write.
 
     Attributes:
-        name: The torch device type (``"cpu"``, ``"cuda"``), which is also the entry point's name.
+        name: The torch device type (``"cpu"``, for example), which is also the entry point's name.
         device: The device whose memory holds slots and stages.
         comm_library: Name of the ``torch.distributed`` backend that moves this device's bytes.
         capabilities: What the device can do.
