@@ -309,27 +309,31 @@ NEEDED: dict[str, tuple[str, Early, Calls]] = {
         (COMM,),
         WHOLE,
     ),
-    "InPlaceTransfer._part_copy: self._copy_stream.wait_event(slot.filled)": (
+    "GatheringTransfer._part_copy: self._copy_stream.wait_event(slot.filled)": (
         IN_PLACE,
         (COPY,),
         SKIPPING,
     ),
-    "InPlaceTransfer._part_copy: self._copy_stream.wait_event(slot.drained)": (
+    "GatheringTransfer._part_copy: self._copy_stream.wait_event(slot.drained)": (
         IN_PLACE,
         (COPY, COMM),
         WHOLE,
     ),
-    "InPlaceTransfer._part_copy: self._copy_stream.record_event(slot.copied)": (
+    "GatheringTransfer._part_copy: self._copy_stream.record_event(slot.copied)": (
         IN_PLACE,
         (COMM,),
         WHOLE,
     ),
-    "InPlaceTransfer.fill: self._comm_stream.wait_event(slot.copied)": (
+    "GatheringTransfer._bring: self._comm_stream.wait_event(slot.copied)": (
         IN_PLACE,
         (COMM,),
         WHOLE,
     ),
-    "InPlaceTransfer.fill: self._comm_stream.record_event(slot.filled)": (IN_PLACE, LATE, WHOLE),
+    "GatheringTransfer._bring: self._comm_stream.record_event(slot.filled)": (
+        IN_PLACE,
+        LATE,
+        WHOLE,
+    ),
 }
 
 

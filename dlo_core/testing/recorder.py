@@ -30,6 +30,8 @@ _MISSING = {
     ("slot", "write", "read"): "slot.filled",
     ("slot", "read", "write"): "slot.drained",
     ("slot", "write", "write"): "slot.filled or slot.copied",
+    ("resident", "write", "read"): "slot.filled",
+    ("resident", "read", "write"): "slot.drained",
     ("stage", "write", "read"): "stage.filled",
     ("stage", "read", "write"): "stage.drained",
     ("stage", "write", "write"): "stage.drained",
@@ -107,6 +109,8 @@ class Recorder:
         self._offload = offload
         for slot in engine.pool.slots:
             self._buffers[storage_of(slot.buffer)] = (f"slot {slot.index}", slot)
+        for number, slot in engine.pool.residents.items():
+            self._buffers[storage_of(slot.buffer)] = (f"resident {number}", slot)
         for stage in engine.pool.stages:
             self._buffers[storage_of(stage.buffer)] = (f"stage {stage.index}", stage)
         for run in engine.store.runs:
