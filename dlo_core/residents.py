@@ -130,6 +130,8 @@ class ResidentBlocks:
             raise problem
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(answers) if text is not None]
         if failed:
+            # Who catches the error would hold what was had.
+            made.clear()
             raise UseError(
                 f"the resident layers need {sum(self._nbytes.values()):,} bytes, which cannot be "
                 f"had on {'; '.join(failed)}; free device memory and call again"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from mutations import RESIDENTS
 from torch import nn
 from toys import twin
 
@@ -382,7 +383,7 @@ def edited(without: str | None) -> tuple[types.ModuleType, list[str]]:
 
 def test_every_wait_and_record_that_orders_data_has_its_case() -> None:
     found = edited(None)[1]
-    assert sorted(found) == sorted([*NEEDED, SEVERAL_COMPUTE_STREAMS])
+    assert sorted(found) == sorted([*NEEDED, *RESIDENTS, SEVERAL_COMPUTE_STREAMS])
     calls = [
         node.func.attr
         for node in ast.walk(ast.parse(inspect.getsource(dlo_core.transfer)))

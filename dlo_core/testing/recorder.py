@@ -109,8 +109,6 @@ class Recorder:
         self._offload = offload
         for slot in engine.pool.slots:
             self._buffers[storage_of(slot.buffer)] = (f"slot {slot.index}", slot)
-        for number, slot in engine.pool.residents.items():
-            self._buffers[storage_of(slot.buffer)] = (f"resident {number}", slot)
         for stage in engine.pool.stages:
             self._buffers[storage_of(stage.buffer)] = (f"stage {stage.index}", stage)
         for run in engine.store.runs:
@@ -160,8 +158,18 @@ class Recorder:
         for write, tensors in ((False, reads), (True, writes)):
             for tensor in tensors:
                 storage = storage_of(tensor)
+                if storage not in self._buffers:
+                    self._look_among_residents(storage)
                 if storage in self._buffers and tensor.numel():
                     self._note(self._access(op, timeline, tensor, write, stamp), storage)
+
+    def _look_among_residents(self, storage: int) -> None:
+        """Name the buffer of a block that stays, which may be loaded anew."""
+        engine = None if self._offload is None else self._offload.engine
+        residents = {} if engine is None else engine.pool.residents
+        for number, slot in residents.items():
+            if slot.buffer.nbytes and storage_of(slot.buffer) == storage:
+                self._buffers[storage] = (f"resident {number}", slot)
 
     def _access(
         self, op: str, timeline: str, tensor: torch.Tensor, write: bool, stamp: Stamp
