@@ -267,11 +267,9 @@ class Engine:
             FillError: One could not be loaded.
         """
         for streamer in self.streamers:
-            streamer.load_residents()
+            streamer.guarded(streamer.residents.load)
         for streamer in self.streamers:
-            streamer.settle()
-            for number in streamer.residents.numbers:
-                streamer.check(self.pool.residents[number], number - streamer.first_block)
+            streamer.guarded(streamer.residents.finish)
 
     def commit(self, owner: object) -> None:
         """Put placeholders, device tensors and wrappers into the models; then the first fills."""

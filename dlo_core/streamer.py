@@ -10,6 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from dlo_core.compiling import OUTSIDE, aside
 from dlo_core.errors import DloError, FillError, FillTimeout, UseError
 from dlo_core.feed import FeedError
+from dlo_core.residents import MIXED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -201,14 +202,6 @@ class Streamer:
         """
         self._guard(turn.close)
 
-    def settle(self) -> None:
-        """Block the host until every queued transfer is done.
-
-        Raises:
-            FillError: One went wrong; the offload is closed.
-        """
-        self._guard(self._transfer.settle)
-
     def stand_still(self) -> None:
         """Block the host until nothing reads or writes weights any more; between passes.
 
@@ -217,35 +210,14 @@ class Streamer:
         """
         self._guard(self._transfer.stand_still)
 
-    def load_residents(self) -> None:
-        """Queue the loads of the blocks that stay, where they are not there; between passes.
+    def guarded(self, do: Callable[..., Any], *args: Any) -> None:
+        """Call ``do(*args)``, which queues transfers or waits for some.
 
         Raises:
-            UseError: A rank has not the memory; nothing was loaded.
-            FillError: A load could not be queued; the offload is closed.
+            UseError: It raised one; nothing is closed.
+            FillError: Something else went wrong; the offload is closed.
         """
-        self._guard(self.residents.load)
-
-    def reload_residents(self, numbers: Iterable[int]) -> None:
-        """Queue the loads of those of ``numbers`` that stay and are there, with new values.
-
-        Raises:
-            FillError: One could not be queued; the offload is closed.
-        """
-        if self.residents.loaded:
-            mine = self.residents.numbers
-            self._guard(self.residents.reload, [n for n in numbers if n in mine])
-
-    def drop_residents(self) -> None:
-        """Let the memory of the blocks that stay go, once nobody uses it; between passes.
-
-        Raises:
-            FillError: A transfer went wrong; the offload is closed.
-        """
-        if self.residents.loaded:
-            self.settle()
-            self.stand_still()
-            self.residents.drop()
+        self._guard(do, *args)
 
     def wait_for(self, slot: Slot, block: int) -> None:
         """Let the current stream wait until ``block`` is in ``slot``.
@@ -256,7 +228,10 @@ class Streamer:
         number = self.first_block + block
         if not slot.stays:
             self._guard(self._transfer.acquire, slot, number, block=block, fill=slot.fill)
-        elif self._guard(self._transfer.acquire_resident, slot, number, block=block):
+        elif (
+            self._guard(self._transfer.acquire_resident, slot, number, block=block)
+            and self.residents.on_the_way
+        ):
             self._loaded.add(number)
 
     def check(self, slot: Slot, block: int) -> None:
@@ -266,8 +241,7 @@ class Streamer:
             FillError: It does; the offload is closed.
         """
         if slot.check.failed():
-            mixed = "it holds another block's bytes: the ranks' gathers were mixed up"
-            self._fail(mixed, block, slot.fill)
+            self._fail(f"it holds {MIXED}", block, slot.fill)
 
     @aside
     def _enter(self, check: Callable[[], None] | None = None) -> None:
