@@ -34,10 +34,12 @@ class ResidentBlocks:
     Attributes:
         loaded: Whether all of them are there, or on the way.
         on_the_way: Whether a load was queued that the host did not wait for.
+        num_drops: How often they were dropped; after each they lie elsewhere.
     """
 
     loaded = False
     on_the_way = False
+    num_drops = 0
 
     def __init__(
         self,
@@ -133,6 +135,7 @@ class ResidentBlocks:
         self._transfer.settle()
         self._transfer.stand_still()
         self.loaded = False
+        self.num_drops += 1
         for number, binding in self._bindings.items():
             slot = self._pool.residents[number]
             binding.forget(slot)

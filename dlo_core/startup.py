@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
 __all__ = ["Request", "Startup"]
 
 # Settings in which ranks may differ: the bytes that are gathered are the same.
-_OWN_SETTINGS = ("host", "pin_budget_bytes")
+_OWN_SETTINGS = ("host", "pin_budget_bytes", "load_threads", "direct_io")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,9 +272,7 @@ class Startup:
         # All ranks have read: what one gives back, no other wants any more.
         for plan in plans:
             if plan.checkpoint is not None:
-                # Advice to the system, after the last vote: its failure must not be this rank's.
-                with suppress(Exception):
-                    plan.checkpoint.give_back_pages()
+                plan.checkpoint.give_back_pages()
         return made.engine, footprint
 
     def _share(self, made: _Made, wish: Wish) -> None:
