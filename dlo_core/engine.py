@@ -15,7 +15,7 @@ from dlo_core.errors import UseError
 from dlo_core.hooks import Hooks
 from dlo_core.layout import BlockLayout
 from dlo_core.loader import count_shard_nbytes, load_blocks, load_shards
-from dlo_core.plan import plan_ring
+from dlo_core.plan import plan_ring, resident_numbers
 from dlo_core.progress import LoadProgress, reporting
 from dlo_core.readback import ReadBack
 from dlo_core.refresh import new_tensors, spec_of
@@ -142,16 +142,11 @@ class Engine:
             slot_nbytes=ring.slot_nbytes,
             num_stages=ring.num_stages,
             stage_nbytes=ring.stage_nbytes,
-            residents={n: self.shards[n].padded_nbytes for n in self._resident_numbers()},
+            residents={
+                number: self.shards[number].padded_nbytes
+                for number in resident_numbers(self.plans, self._residents)
+            },
         )
-
-    def _resident_numbers(self) -> list[int]:
-        """Return the numbers of the blocks that stay, counted over all models."""
-        found, first = list[int](), 0
-        for plan, stay in zip(self.plans, self._residents, strict=True):
-            found += [first + number for number in sorted(stay)]
-            first += len(plan.layouts)
-        return found
 
     def _make_blocks(self, digest: bytes) -> list[TravellingBlock]:
         made = []

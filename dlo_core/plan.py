@@ -48,6 +48,7 @@ __all__ = [
     "plan_residents",
     "plan_ring",
     "predict",
+    "resident_numbers",
     "sample_values",
 ]
 
@@ -372,6 +373,18 @@ def plan_residents(plans: Sequence[ModelPlan], config: OffloadConfig) -> tuple[f
             config.device_budget_bytes, _remainder_nbytes(plans) + _trailers_nbytes(plans)
         ),
     )
+
+
+def resident_numbers(
+    plans: Sequence[ModelPlan], residents: Sequence[frozenset[int]]
+) -> tuple[int, ...]:
+    """Return the numbers of the blocks that stay, counted over all models."""
+    found: list[int] = []
+    first = 0
+    for plan, stay in zip(plans, residents, strict=True):
+        found += [first + number for number in sorted(stay)]
+        first += len(plan.layouts)
+    return tuple(found)
 
 
 def plan_ring(

@@ -28,6 +28,7 @@ from dlo_core.plan import (
     plan_model,
     plan_residents,
     predict,
+    resident_numbers,
     sample_values,
 )
 from dlo_core.segment import Segment, SegmentMaker, receive
@@ -232,6 +233,7 @@ class Startup:
             size=self._agreement.size,
             gathers=self.gathers,
             machine=Machine(),
+            staying=resident_numbers(plans, residents),
         )
         footprint = predict(plans, self._config, residents)
         return _Decision(facts, digest.digest(), residents, footprint, wish)
@@ -299,6 +301,7 @@ class Startup:
             rank=made.collective.rank,
             digest=decision.digest,
             segment=made.segment,
+            staying=sorted(decision.wish.staying),
         )
         made.engine = Engine(
             plans,
