@@ -78,6 +78,7 @@ class CapturedPass:
         self._num_skipped = num_skipped
         self._copied_nbytes = copied_nbytes
         self._inputs, self._form = inputs
+        self._num_drops = streamer.residents.num_drops
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Copy the arguments' tensors into those that the graph reads, and replay it.
@@ -98,6 +99,11 @@ class CapturedPass:
         given = self._check_arguments(args, kwargs) if args or kwargs else ()
         self._streamer.enter()
         try:
+            if self._streamer.residents.num_drops != self._num_drops:
+                raise UseError(
+                    "the resident layers were dropped since the pass was captured, so its graph "
+                    "reads memory that is not theirs any more; capture() again"
+                )
             self._streamer.get_ready()
             # First: a replay before this one, on another stream, may still read the arguments.
             self._transfer.before_graph()
@@ -240,10 +246,11 @@ def _check(engine: Engine, backend: Backend) -> None:
 
 
 def _check_places(tape: Tape) -> None:
-    if tape.n % tape.depth:
+    if tape.n and tape.n % tape.depth:
         fits = [depth for depth in range(2, tape.n + 1) if tape.n % depth == 0]
         raise ConfigError(
-            f"the pass cannot be captured: {tape.n} blocks are no multiple of {tape.depth} slots, "
+            f"the pass cannot be captured: {tape.n} blocks that stream are no multiple of "
+            f"{tape.depth} slots, "
             "so a block's weights lie in another slot in each pass; use depth="
             f"{' or '.join(map(str, fits[:3]))}"
         )
