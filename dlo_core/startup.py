@@ -28,7 +28,9 @@ from dlo_core.plan import (
     files_of,
     own_values,
     plan_model,
+    plan_residents,
     predict,
+    resident_numbers,
     sample_stored,
     sample_values,
 )
@@ -118,6 +120,7 @@ class _Decision:
     Attributes:
         facts: Settings and layouts, which must be the same on every rank.
         digest: Of the layouts.
+        residents: The numbers of the blocks that stay, of each model.
         footprint: The bytes that it takes.
         wish: The host memory that it wants.
         samples: Facts about the values; none in rank-local mode.
@@ -126,6 +129,7 @@ class _Decision:
 
     facts: dict[str, str]
     digest: bytes
+    residents: tuple[frozenset[int], ...]
     footprint: Footprint
     wish: Wish
     samples: dict[str, str]
@@ -257,6 +261,7 @@ class Startup:
                 facts |= _facts_of(number, plan)
             samples = _samples(plans, salvage)
             facts |= {name: value for name, value in samples.items() if name not in _files(plans)}
+        residents = plan_residents(plans, self._config)
         digest = hashlib.sha256()
         for plan in plans:
             digest.update(plan.digest())
@@ -269,13 +274,14 @@ class Startup:
             size=self._agreement.size,
             gathers=self.gathers,
             machine=Machine(),
+            staying=resident_numbers(plans, residents),
         )
         kept = self._kept(plans, salvage, digest.digest(), samples)
         if kept is not None:
             # It has them already.
             wish = replace(wish, bounds=(), lock=None)
-        footprint = predict(plans, self._config)
-        return _Decision(facts, digest.digest(), footprint, wish, samples, kept)
+        footprint = predict(plans, self._config, residents)
+        return _Decision(facts, digest.digest(), residents, footprint, wish, samples, kept)
 
     def _kept(
         self,
@@ -336,10 +342,12 @@ class Startup:
                 problem = made.lock(turn, problem)
                 self._agreement.exchange(None, "page-locking shared memory")
             self._agreement.vote(problem, "loading")
+            assert made.engine is not None
+            what = "loading the resident layers"
+            do_together(self._agreement, what, made.engine.load_residents)
         except BaseException:
             made.discard()
             raise
-        assert made.engine is not None
         # All ranks have read: what one gives back, no other wants any more.
         for plan in plans:
             if plan.checkpoint is not None:
@@ -372,6 +380,7 @@ class Startup:
                 rank=made.collective.rank,
                 digest=decision.digest,
                 segment=made.segment,
+                staying=sorted(decision.wish.staying),
             )
             if kept is None
             else kept.store
@@ -379,6 +388,7 @@ class Startup:
         made.engine = Engine(
             plans,
             self._config,
+            residents=decision.residents,
             backend=self._backend,
             collective=made.collective,
             store=made.store,

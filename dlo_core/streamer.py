@@ -12,6 +12,7 @@ from dlo_core.collective import GroupGone
 from dlo_core.compiling import OUTSIDE, aside
 from dlo_core.errors import DloError, FillError, FillTimeout, UseError
 from dlo_core.feed import FeedError
+from dlo_core.residents import MIXED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from dlo_core.binding import BlockBinding
     from dlo_core.diagnosis import Diagnosis
     from dlo_core.interface import Event
+    from dlo_core.residents import ResidentBlocks
     from dlo_core.slots import Pool, Slot
     from dlo_core.tape import Tape
     from dlo_core.transfer import Transfer
@@ -39,6 +41,7 @@ class Streamer:
         bindings: Sequence[BlockBinding],
         first_block: int,
         tape: Tape,
+        residents: ResidentBlocks,
         transfer: Transfer,
         pool: Pool,
         pass_start: Event,
@@ -51,6 +54,7 @@ class Streamer:
             bindings: One a block.
             first_block: Number of the model's first block among those of the transfer.
             tape: The model's cursor; its block numbers are the transfer's.
+            residents: The blocks that stay, which are not on the tape.
             transfer: Queues fills.
             pool: The slots.
             pass_start: A timing event.
@@ -60,13 +64,16 @@ class Streamer:
         self.bindings = tuple(bindings)
         self.first_block = first_block
         self.tape = tape
+        self.residents = residents
         self.pass_start = pass_start
         self.last_waited: tuple[int, ...] = ()
+        self.last_loaded: frozenset[int] = frozenset()
         self.on_pass: Callable[[], object] | None = None
         self._transfer = transfer
         self._pool = pool
         self._rank = rank
         self._waited: dict[int, None] = {}
+        self._loaded: set[int] = set()
         self._depth = [0] * len(self.names)
         self.raised = ""
         self._closed: str | None = None
@@ -129,12 +136,14 @@ class Streamer:
         self._guard(self.tape.begin_pass)
         self._waited = {}
         self.raised = ""
+        self._loaded = set()
         self._transfer.mark(self.pass_start)
 
     @aside
     def end_pass(self) -> None:
         """Close the pass, unless the offload failed: then there is nothing to wait for."""
         self.last_waited = tuple(self._waited)
+        self.last_loaded = frozenset(self._loaded)
         if self._pool.failure is None and self._closed is None:
             self._guard(self.tape.end_pass)
 
@@ -151,7 +160,7 @@ class Streamer:
             pass_start: Recorded where a pass begins.
         """
         kept = self.tape, self._transfer, self._pool, self.pass_start
-        waited, on_pass = self.last_waited, self.on_pass
+        waited, loaded, on_pass = self.last_waited, self.last_loaded, self.on_pass
         self.tape, self._transfer, self._pool, self.pass_start = tape, transfer, pool, pass_start
         self.on_pass, self._captures = None, True
         try:
@@ -159,7 +168,7 @@ class Streamer:
         finally:
             self._captures = False
             self.tape, self._transfer, self._pool, self.pass_start = kept
-            self.last_waited, self.on_pass = waited, on_pass
+            self.last_waited, self.last_loaded, self.on_pass = waited, loaded, on_pass
 
     def get_ready(self) -> None:
         """Have the slots hold what a pass begins with; the caller holds the pool.
@@ -265,6 +274,15 @@ class Streamer:
         """
         self._guard(self._transfer.stand_still)
 
+    def guarded(self, do: Callable[..., Any], *args: Any) -> None:
+        """Call ``do(*args)``, which queues transfers or waits for some.
+
+        Raises:
+            UseError: It raised one; nothing is closed.
+            FillError: Something else went wrong; the offload is closed.
+        """
+        self._guard(do, *args)
+
     def wait_for(self, slot: Slot, block: int) -> None:
         """Let the current stream wait until ``block`` is in ``slot``.
 
@@ -272,7 +290,13 @@ class Streamer:
             FillError: It did not come; the offload is closed.
         """
         number = self.first_block + block
-        self._guard(self._transfer.acquire, slot, number, block=block, fill=slot.fill)
+        if not slot.stays:
+            self._guard(self._transfer.acquire, slot, number, block=block, fill=slot.fill)
+        elif (
+            self._guard(self._transfer.acquire_resident, slot, number, block=block)
+            and self.residents.on_the_way
+        ):
+            self._loaded.add(number)
 
     def check(self, slot: Slot, block: int) -> None:
         """Refuse a slot that is known by now to hold other bytes than ``block``'s; never waits.
@@ -281,8 +305,7 @@ class Streamer:
             FillError: It does; the offload is closed.
         """
         if slot.check.failed():
-            mixed = "it holds another block's bytes: the ranks' gathers were mixed up"
-            self._fail(mixed, block, slot.fill)
+            self._fail(f"it holds {MIXED}", block, slot.fill)
 
     @aside
     def _enter(self, check: Callable[[], None] | None = None) -> None:
@@ -302,7 +325,7 @@ class Streamer:
     def _before(self, block: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Slot:
         self._check_grad(args, kwargs)
         number = self.first_block + block
-        slot: Slot = self._guard(self.tape.before, number, block=block)
+        slot: Slot = self._guard(self._find, number, block=block)
         try:
             self.wait_for(slot, block)
             self.check(slot, block)
@@ -314,6 +337,16 @@ class Streamer:
             raise
         self._depth[block] += 1
         self._waited[number] = None
+        return slot
+
+    def _find(self, number: int) -> Slot:
+        """Return the slot that has a block, or will have when the current stream has waited."""
+        slot = self._pool.residents.get(number)
+        if slot is None:
+            return self.tape.before(number)
+        if not self.tape.open:
+            self.tape.begin_pass()
+        slot.bound += 1
         return slot
 
     @aside
@@ -411,7 +444,11 @@ class Streamer:
                 block = self.tape.block(slot.fill) - self.first_block
                 state = "computing" if self._depth[block] else "waiting"
                 return state, self.names[block], slot.fill
-        return "between" if self.tape.open else "outside", "", max(self.tape.issued - 1, 0)
+        last = max(self.tape.issued - 1, 0)
+        for number, slot in self._pool.residents.items():
+            if slot.bound and 0 <= (block := number - self.first_block) < len(self.names):
+                return "computing" if self._depth[block] else "waiting", self.names[block], last
+        return "between" if self.tape.open else "outside", "", last
 
     def _note_raised(self, error: BaseException, block: int = -1) -> None:
         """Keep in words what the caller's code raised, for ranks that wait for this one."""

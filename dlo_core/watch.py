@@ -188,11 +188,13 @@ class Watch:
     def _never(self, rank: int, waiting: Sequence[Slot]) -> bool:
         """Return whether a rank ended before it made the first fill that is waited for."""
         row = self._board.heard()[rank].row
-        return row is not None and _made(self._streamers) - len(waiting) >= row.position.made
+        count = sum(slot.tape is not None for slot in waiting)
+        return row is not None and _made(self._streamers) - count >= row.position.made
 
     def _outstanding(self) -> list[Slot]:
         """Return the slots whose bytes have not come, the earliest fill first."""
         slots = [slot for slot in self._pool.slots if slot.tape is not None]
+        slots += self._pool.residents.values()
         return sorted(
             (slot for slot in slots if not reached(slot.filled)), key=lambda slot: slot.fill
         )
@@ -220,10 +222,13 @@ class Watch:
         self._tell(error)
 
     def _place(self, slot: Slot | None) -> tuple[Streamer, int, int]:
-        """Return the streamer, block and fill of a slot."""
+        """Return the streamer, block and fill of a slot; -1 where there is none."""
+        staying = next((n for n, each in self._pool.residents.items() if each is slot), -1)
         for streamer in self._streamers:
             if slot is not None and slot.tape is streamer.tape:
                 return streamer, streamer.tape.block(slot.fill) - streamer.first_block, slot.fill
+            if 0 <= staying - streamer.first_block < len(streamer.names):
+                return streamer, staying - streamer.first_block, -1
         return self._streamers[0], -1, -1
 
     def _tell(self, error: BaseException) -> None:

@@ -204,7 +204,8 @@ def test_what_cannot_be_had_is_refused_on_all_and_can_be_tried_again(tmp_path: P
         assert rank == 1 or "rank 1" in told[0]
 
 
-def test_awkward_blocks_and_what_no_checkpoint_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resident_layers", [0, 1])
+def test_awkward_blocks_and_what_no_checkpoint_has(tmp_path: Path, resident_layers: int) -> None:
     """Odd dtypes, ties, and large buffers that are streamed and that no file holds."""
     path = tmp_path / "mixed.safetensors"
     kept = {name: tensor.contiguous() for name, tensor in make_mixed_toy(N).state_dict().items()}
@@ -219,10 +220,11 @@ def test_awkward_blocks_and_what_no_checkpoint_has(tmp_path: Path) -> None:
 
     def job(rank: int) -> bool:
         model, reference = make(), make()
-        old = offload(model, checkpoint=path)
+        options: dict[str, Any] = {"checkpoint": path, "resident_layers": resident_layers}
+        old = offload(model, **options)
         for _ in range(2):
             fail(old, rank)
-            new = offload(model, checkpoint=path, reuse=old)
+            new = offload(model, **options, reuse=old)
             for seed in range(2):
                 assert torch.equal(model(inputs(seed)), reference(inputs(seed)))
             old = new
