@@ -221,7 +221,8 @@ class Collective(ABC):
         timeout is over.
 
         Args:
-            error: What to raise to a host that waits for one of them.
+            error: What to raise to a host that waits for one of them, as the cause of an error of
+                the backend's own.
         """
         return
 

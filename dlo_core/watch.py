@@ -218,7 +218,7 @@ class Watch:
         text = f"{what}: {found.text}" if what else found.text
         error = streamer.failure_of(text, block, fill, late=late, found=found)
         if self._pool.fail(error) is error:
-            _logger.error("%s", error, extra={"rank": self._board.rank})
+            _logger.error("%s", str(error), extra={"rank": self._board.rank})
         self._tell(error)
 
     def _place(self, slot: Slot | None) -> tuple[Streamer, int, int]:
@@ -241,7 +241,8 @@ class Watch:
         if not self._host_blocks:
             self._pool.spoiled = True
         self._transfer.give_up()
-        self._collective.abort(error)
+        # A new one: what the host raises gets its frames, which streams must not keep alive.
+        self._collective.abort(RuntimeError(str(error)))
 
     # --- what it knows ----------------------------------------------------------------------------
 

@@ -513,6 +513,7 @@ def test_a_load_that_fails_at_the_start_leaves_every_model_as_it_was(
         while backend.memory().allocated != allocated:
             assert time.monotonic() < limit
             time.sleep(0.02)
+            gc.collect()
         return True
 
     assert all(everywhere(job, size))
