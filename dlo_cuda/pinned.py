@@ -26,9 +26,9 @@ import torch
 
 from dlo_core.errors import BackendError, HostMemoryError
 from dlo_core.interface import PinnedAllocator
+from dlo_core.registration import PIECE_NBYTES, HostRegistration, whole_pages
 from dlo_cuda.cudart import READ_ONLY
 from dlo_cuda.maps import Region, regions_of
-from dlo_cuda.registration import PIECE_NBYTES, HostRegistration, whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
