@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,9 +17,6 @@ from dlo_ascend.npurt import MAPPED, Npurt
 from dlo_core.accelerator import TorchAllocator, host_limits, pinned_bytes
 from dlo_core.errors import DloWarning, HostMemoryError
 from dlo_core.registration import PAGE_NBYTES, HostRegistration
-
-if TYPE_CHECKING:
-    from dlo_core.registration import Registrar
 
 __all__ = ["EXACT", "AscendAllocator", "RegisteringAllocator"]
 
@@ -67,18 +64,15 @@ class AscendAllocator(TorchAllocator):
 class RegisteringAllocator(AscendAllocator):
     """Also page-locks memory that is there already, where copies from it are asynchronous."""
 
-    def __init__(
-        self, module: Any, device: torch.device, registrar: Registrar | None = None
-    ) -> None:
+    def __init__(self, module: Any, device: torch.device) -> None:
         """Lock memory for one device.
 
         Args:
             module: ``torch.npu``.
             device: Whose driver locks the memory.
-            registrar: Locks it where it lies; None: torch_npu's own calls.
         """
         super().__init__(module, device)
-        self._registrar = registrar or Npurt(module, device)
+        self._npurt = Npurt(module, device)
 
     def register(self, memory: torch.Tensor, *, readonly: bool = False) -> HostRegistration:
         """Page-lock the memory of a host tensor where it lies, without a copy.
@@ -103,7 +97,7 @@ class RegisteringAllocator(AscendAllocator):
             raise _refused(memory, f"it does not begin at a page of {PAGE_NBYTES} bytes")
         try:
             made = HostRegistration(
-                self._registrar,
+                self._npurt,
                 memory.data_ptr(),
                 memory.nbytes,
                 keep=memory,

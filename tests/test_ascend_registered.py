@@ -1,4 +1,4 @@
-"""Memory that ranks share, page-locked where it lies: on an NPU, and how it fails on the stand-in."""
+"""Memory that ranks share, page-locked where it lies; how that fails, on the stand-in."""
 
 from __future__ import annotations
 
