@@ -25,11 +25,17 @@ settings = pytest.importorskip("dlo_ascend.settings")
 
 
 def python(code: str, *folders: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run_python(["-c", textwrap.dedent(code)], *folders, **environment)
+
+
+def run_python(
+    arguments: list[str], *folders: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     paths = [str(folder) for folder in folders] + [entry for entry in sys.path if entry]
     hidden = {"LD_LIBRARY_PATH", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_NPU_SANITIZER"}
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        [sys.executable, "-W", "ignore", *arguments],
         capture_output=True,
         text=True,
         timeout=50,
@@ -138,6 +144,22 @@ def test_torch_npu_without_cann_breaks_torch_and_dlo_says_what_to_do(tmp_path: P
     told = done.stderr.rpartition("BackendError: ")[2]
     for words in ("libhccl.so", "set_env.sh", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
         assert words in told
+
+
+@pytest.mark.parametrize("start", ["-m", "script"])
+def test_the_command_says_it_in_a_line_and_shows_no_traceback(start: str, tmp_path: Path) -> None:
+    install_fake(tmp_path, torch.__version__.partition("+")[0], NO_CANN)
+    script = tmp_path / "bin" / "dlo"
+    script.parent.mkdir()
+    script.write_text("from dlo_core.cli import main\nmain()\n", encoding="utf-8")
+    given = ["-m", "dlo_core"] if start == "-m" else [str(script)]
+    done = run_python([*given, "info"], tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("dlo: torch itself cannot be imported")
+    assert "Traceback" not in done.stderr
+    for words in ("libhccl.so", "set_env.sh", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
+        assert words in done.stderr
 
 
 def test_a_torch_npu_that_cannot_be_imported_is_a_reason(tmp_path: Path) -> None:
