@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import types
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels import Program
+from mutations import Site, mutant, sites
 from torch import nn
 from toys import twin
 
@@ -300,52 +300,15 @@ NEEDED: dict[str, tuple[str, Early, Calls]] = {
 }
 
 
-class Ordering(ast.NodeTransformer):
-    """Finds the statements that order data, and takes one of them out."""
-
-    def __init__(self, without: str | None = None) -> None:
-        self.found: list[str] = []
-        self._without = without
-        self._where: list[str] = []
-
-    def _enter(self, node: ast.ClassDef | ast.FunctionDef) -> ast.AST:
-        self._where.append(node.name)
-        self.generic_visit(node)
-        self._where.pop()
-        return node
-
-    visit_ClassDef = visit_FunctionDef = _enter
-
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        """Take the statement out if it is the one."""
-        call = node.value
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
-            return node
-        if call.func.attr not in ("wait_event", "record_event") or is_timing(call, self._where):
-            return node
-        self.found.append(f"{'.'.join(self._where)}: {ast.unparse(call)}")
-        return None if self.found[-1] == self._without else node
-
-
-def is_timing(call: ast.Call, where: list[str]) -> bool:
-    """Return whether the call only takes a time: an event of ``times``, or any in ``mark``."""
-    event = ast.unparse(call.args[0])
-    return "times." in event or (where == ["Transfer", "mark"] and event == "event")
-
-
-def edited(without: str | None) -> tuple[types.ModuleType, list[str]]:
-    """Return ``transfer.py`` without one statement, and all that order data in it."""
-    tree = ast.parse(inspect.getsource(dlo_core.transfer))
-    ordering = Ordering(without)
-    module = types.ModuleType(dlo_core.transfer.__name__)
-    code = compile(ordering.visit(tree), "transfer.py without a wait", "exec")
-    exec(code, vars(module))
-    return module, ordering.found
+def ordering() -> dict[str, Site]:
+    """Return the waits and records that order data, by name."""
+    return {str(site): site for site in sites() if not site.timing_only}
 
 
 def test_every_wait_and_record_that_orders_data_has_its_case() -> None:
-    found = edited(None)[1]
+    found = [str(site) for site in sites() if not site.timing_only]
     assert sorted(found) == sorted([*NEEDED, SEVERAL_COMPUTE_STREAMS])
+    # Of the waits none is hidden in another kind of statement.
     calls = [
         node.func.attr
         for node in ast.walk(ast.parse(inspect.getsource(dlo_core.transfer)))
@@ -364,8 +327,7 @@ def test_bits_are_wrong_without(call: str, monkeypatch: pytest.MonkeyPatch) -> N
     mode, early, calls = NEEDED[call]
     skips = calls is SKIPPING
     run = partial(run_program, mode, World(early=early), calls=calls, whole_elsewhere=skips)
-    module, found = edited(call)
-    assert found.count(call) == 1
+    module = mutant(ordering()[call].number)
     for name in ("LocalTransfer", "StagedTransfer", "InPlaceTransfer"):
         monkeypatch.setattr(dlo_core.engine, name, vars(module)[name])
     assert count_wrong(mode, [run]) > 0
