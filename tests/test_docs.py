@@ -60,6 +60,13 @@ def test_contributing_lists_every_module_of_the_core_with_a_line() -> None:
     assert len(listed) > 60
 
 
+def test_every_fault_that_other_systems_had_has_its_test() -> None:
+    """Public faults, numbered B01 to B44 in the docstrings of the tests that show them."""
+    texts = [path.read_text() for path in Path(__file__).parent.glob("test_*.py")]
+    named = set(re.findall(r"\bB\d\d\b", "\n".join(texts)))
+    assert {f"B{number:02}" for number in range(1, 45)} <= named
+
+
 def test_every_public_name_has_a_docstring_and_is_on_the_api_page() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     for name in dlo_core.__all__:
