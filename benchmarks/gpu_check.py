@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import check_memory
 import check_order
+import check_start
 import check_steps
 from checkout import use_checkout
 from checks import Findings, Options, Skip
@@ -34,17 +35,20 @@ use_checkout()
 
 # In the order of what one wants to know first, each with its limit in seconds.
 SECTIONS: dict[str, tuple[Callable[[Options, Findings], None], float]] = {
+    "grow": (check_start.grow, 60),
+    "parts": (check_start.parts, 60),
     "pinned": (check_memory.pinned, 60),
     "bits": (check_order.bits, 90),
     "equal": (check_steps.equal, 150),
     "unequal": (check_steps.unequal, 120),
-    "rates": (check_memory.rates, 100),
+    "rates": (check_start.rates, 120),
     "flat": (check_memory.flat, 60),
     "sync": (check_order.sync, 60),
     "host": (check_order.host, 60),
     "residents": (check_steps.residents, 240),
     "nccl": (check_order.nccl, 120),
     "compiled": (check_order.compiled, 120),
+    "graph": (check_order.graph, 60),
     "context": (check_memory.context, 40),
     "sanitizer": (check_order.sanitizer, 60),
 }

@@ -1,6 +1,6 @@
-"""What ``torch.cuda`` and its likes give alike: a backend from a device module of torch.
+"""What torch's accelerators have in common: a backend from a device module of torch.
 
-A vendor's package hands its module in (``torch.cuda``, ``torch.npu``); the core never names one.
+A vendor's package hands its module in; the core never names one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TorchAllocator(PinnedAllocator):
         """Lock memory for one device.
 
         Args:
-            module: ``torch.cuda`` or its like.
+            module: The vendor's device module of torch.
             device: Whose driver locks the memory.
         """
         self._module = module
@@ -136,6 +136,24 @@ class _DeviceCollective(Collective):
             self._synchronize()
 
 
+class _Current:
+    """Makes a stream of the current device current, and what was current before again."""
+
+    __slots__ = ("_before", "_index", "_module", "_stream")
+
+    def __init__(self, module: Any, index: int | None, stream: Any) -> None:
+        self._module = module
+        self._index = index
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = self._module.current_stream(self._index)
+        self._module.set_stream(self._stream)
+
+    def __exit__(self, *exc: object) -> None:
+        self._module.set_stream(self._before)
+
+
 class AcceleratorBackend(Backend):
     """A backend on a device module of torch; a vendor's package subclasses it."""
 
@@ -151,7 +169,7 @@ class AcceleratorBackend(Backend):
         """Take the vendor's module.
 
         Args:
-            module: ``torch.cuda`` or its like.
+            module: The vendor's device module of torch.
             device: The device, with its index.
             comm_library: Name of the vendor's ``torch.distributed`` backend.
             capabilities: What the device can do.
@@ -171,13 +189,17 @@ class AcceleratorBackend(Backend):
 
     def current_stream(self) -> Stream:
         """Return the device's current stream in this thread."""
-        current: Stream = self._module.current_stream(self.device)
+        # By its number: torch takes longer to look into a device than to find the stream.
+        current: Stream = self._module.current_stream(self.device.index)
         return current
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Make ``stream`` current."""
-        context: AbstractContextManager[Any] = self._module.stream(stream)
-        return context
+        if self._module.current_device() != self.device.index:
+            # torch's own context puts two devices' streams back; it takes twice as long.
+            context: AbstractContextManager[Any] = self._module.stream(stream)
+            return context
+        return _Current(self._module, self.device.index, stream)
 
     def new_event(self, *, timing: bool = False) -> Event:
         """Return a new event of the device."""
@@ -191,13 +213,13 @@ class AcceleratorBackend(Backend):
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Queue the copy; asynchronous where the host side is pinned."""
-        with torch.inference_mode(False), torch.no_grad():
-            dst.copy_(src, non_blocking=True)
-            for side in (dst, src):
-                # torch's allocator knows the stream on which a tensor was made, and no other.
-                if side.device.type == self.name:
-                    current: Any = self.current_stream()
-                    side.record_stream(current)
+        # Bytes made outside of inference mode may be written in every mode; nothing has a gradient.
+        dst.copy_(src, non_blocking=True)
+        for side in (dst, src):
+            # torch's allocator knows the stream on which a tensor was made, and no other.
+            if side.device.type == self.name:
+                current: Any = self.current_stream()
+                side.record_stream(current)
 
     def new_check(self) -> Check:
         """Return a new comparison on the device."""

@@ -42,8 +42,8 @@ class OffloadConfig:
         strict: Whether a checkpoint that does not fit the model is an error. False: the model's own
             values are used when every tensor has some, with a warning.
         load_threads: Threads that read a checkpoint at once; None: one a CPU that this process may
-            use, at most 16.
-        direct_io: Read checkpoints past the page cache (``O_DIRECT``).
+            use, at most 16. Ranks may differ.
+        direct_io: Read checkpoints past the page cache (``O_DIRECT``). Ranks may differ.
     """
 
     use_allgather: bool = True

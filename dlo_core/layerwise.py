@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dlo_core.agreement import LoneAgreement
+from dlo_core.capture import capture_pass
 from dlo_core.errors import ConfigError, DloError, DloWarning, RestoreError, UseError
 from dlo_core.refit import Refit, load_state
 from dlo_core.registry import resolve
@@ -24,12 +25,13 @@ from dlo_core.trace import collect_stats
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
 
     from dlo_core.agreement import Agreement
+    from dlo_core.capture import CapturedPass
     from dlo_core.config import OffloadConfig
     from dlo_core.engine import Engine
     from dlo_core.interface import Backend
@@ -81,7 +83,8 @@ class LayerwiseOffload:
             group: The ranks that shard the weights; it says who takes part and never carries dlo's
                 traffic. None: this process alone.
             topology: The parallel groups of the job, from which the shard group follows; instead
-                of ``group``.
+                of ``group``. All ranks of its DP group, or of its SP group where there is no DP,
+                must call this in rank-local mode, too: so ranks in different modes are told.
 
         Raises:
             ConfigError: This process is not in ``group``, the topology rejects the settings, or the
@@ -92,6 +95,7 @@ class LayerwiseOffload:
         self._config = config
         self._topology = topology
         self._shard_group = ShardGroup.of(config, group, topology)
+        self._shard_group.compare(config.load_timeout_s)
         agreement = self._shard_group.meet(config.load_timeout_s)
         self._agreement: Agreement | None = agreement
         self._rank, self._size = agreement.rank, agreement.size
@@ -477,6 +481,34 @@ class LayerwiseOffload:
         """
         return self._running().streamers[self._number_of(model)].run_pass()
 
+    def capture(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> CapturedPass:
+        """Record one pass as a graph of the device, whose replay costs the host one call.
+
+        The call is run twice as it is, then once to be recorded. The graph reads copies of the
+        arguments' tensors. It holds the copies of all blocks, and is right as long as the offload
+        lasts, also beside ordinary passes and after ``update_weights()``.
+
+        Args:
+            call: The model, or a function that runs it once.
+            args: Arguments of ``call``.
+            kwargs: The same by name.
+
+        Returns:
+            The pass; call it with new values of the arguments to replay it.
+
+        Raises:
+            ConfigError: It cannot be captured: the device has no graphs, the number of blocks is
+                no multiple of that of the slots, blocks are gathered, or the host reads them for
+                each copy.
+            UseError: Nothing is enabled; or ``call`` does not run the model once, skips blocks, or
+                makes the host wait.
+        """
+        model = next((mine for mine in self._models if mine is call), None)
+        engine, number = self._running(), self._number_of(model)
+        return capture_pass(
+            engine, self._backend, engine.streamers[number], call, args=args, kwargs=kwargs
+        )
+
     def stats(self) -> Stats:
         """Return what is held, moved and waited for; reads the last pass's timing events.
 
@@ -577,7 +609,7 @@ class LayerwiseOffload:
 
     def _writing_agreement(self) -> Agreement:
         """Return those whose weights change together: who gathers or shares memory, or this one."""
-        shares = self._engine is not None and "shared" in self._engine.store.tiers
+        shares = self._engine is not None and self._engine.shares
         return self._living_agreement() if self._gathers or shares else LoneAgreement()
 
     def _reading(
@@ -591,6 +623,7 @@ class LayerwiseOffload:
             _check_rank(to_rank, self._size)
             number = self._number_of(model)
             state = engine.states[number]
+            state.check_no_parts(what)
             with state.readback.entered():
                 facts = {"call": what, "model": str(number), "to_rank": str(to_rank)}
                 return state, facts | state.readback.facts()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from dlo_core.errors import CheckpointError
+from dlo_core.page_cache import advise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -94,12 +95,14 @@ class SafetensorsFile:
         path: The file.
         nbytes: Its size.
         mtime_ns: When it was last written to, as the file system says.
+        place: Device and number by which the file system knows it.
         tensors: By key, in the header's order.
     """
 
     path: Path
     nbytes: int
     mtime_ns: int
+    place: tuple[int, int]
     tensors: dict[str, CheckpointTensor]
 
 
@@ -117,7 +120,8 @@ def read_header(path: Path) -> SafetensorsFile:
     _check_metadata(path, header.pop("__metadata__", {}))
     tensors = {name: _tensor(path, name, entry, span) for name, entry in header.items()}
     _check_tiling(path, tensors.values(), span)
-    return SafetensorsFile(path, status.st_size, status.st_mtime_ns, tensors)
+    place = status.st_dev, status.st_ino
+    return SafetensorsFile(path, status.st_size, status.st_mtime_ns, place, tensors)
 
 
 def _check_metadata(path: Path, metadata: Any) -> None:
@@ -145,7 +149,7 @@ def _load(path: Path) -> tuple[os.stat_result, bytes]:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             # Nothing behind the header is wanted yet.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            advise(file.fileno(), 0, 0, "POSIX_FADV_RANDOM")
             prefix = file.read(_PREFIX)
             length = _header_nbytes(path, prefix, status.st_size)
             raw = file.read(length)

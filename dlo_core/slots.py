@@ -118,6 +118,21 @@ class Pool:
         )
         return cls(slots, stages)
 
+    def twin(self, backend: Backend) -> Pool:
+        """Return a pool over the same slots' buffers, with events of its own; it holds nothing."""
+        slots = tuple(
+            Slot(
+                slot.index,
+                slot.buffer,
+                filled=backend.new_event(),
+                drained=backend.new_event(),
+                copied=backend.new_event(),
+                check=slot.check,
+            )
+            for slot in self.slots
+        )
+        return Pool(slots, torn=self.torn, lock=self.lock)
+
     @property
     def busy(self) -> bool:
         """Whether a block is being computed."""

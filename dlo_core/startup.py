@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,15 @@ from dlo_core.errors import ConfigError, DloWarning
 from dlo_core.hooks import offload_of
 from dlo_core.ledger import Allotment, Wish, settle
 from dlo_core.machine import Machine
-from dlo_core.plan import Footprint, Loading, ModelPlan, plan_model, predict, sample_values
+from dlo_core.plan import (
+    Footprint,
+    Loading,
+    ModelPlan,
+    own_values,
+    plan_model,
+    predict,
+    sample_values,
+)
 from dlo_core.segment import Segment, SegmentMaker, receive
 from dlo_core.tiers import make_store, make_wish
 
@@ -49,7 +56,7 @@ if TYPE_CHECKING:
 __all__ = ["Request", "Startup"]
 
 # Settings in which ranks may differ: the bytes that are gathered are the same.
-_OWN_SETTINGS = ("host", "pin_budget_bytes")
+_OWN_SETTINGS = ("host", "pin_budget_bytes", "load_threads", "direct_io")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,6 +223,7 @@ class Startup:
             self._backend,
             plans,
             rank=self._agreement.rank,
+            members=self._agreement.members,
             size=self._agreement.size,
             gathers=self.gathers,
             machine=Machine(),
@@ -256,9 +264,7 @@ class Startup:
         # All ranks have read: what one gives back, no other wants any more.
         for plan in plans:
             if plan.checkpoint is not None:
-                # Advice to the system, after the last vote: its failure must not be this rank's.
-                with suppress(Exception):
-                    plan.checkpoint.give_back_pages()
+                plan.checkpoint.give_back_pages()
         return made.engine, footprint
 
     def _share(self, made: _Made, wish: Wish) -> None:
@@ -294,6 +300,7 @@ class Startup:
             store=made.store,
             digest=decision.digest,
             progress=progress,
+            shares=made.allotment.shares,
         )
         made.engine.prepare(self._agreement)
         if made.allotment.note:
@@ -405,6 +412,10 @@ def _facts_of(number: int, plan: ModelPlan) -> dict[str, str]:
     facts[f"all layouts of model {number}"] = plan.digest().hex()[:12]
     if plan.checkpoint is None:
         facts[f"values of model {number} (a sample)"] = sample_values(plan).hex()[:12]
+    facts |= {
+        f"values of {name!r} of model {number} (post_load=, or the module's)": digest
+        for name, digest in own_values(plan).items()
+    }
     return facts
 
 

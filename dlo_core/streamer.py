@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -12,7 +13,7 @@ from dlo_core.errors import DloError, FillError, FillTimeout, UseError
 from dlo_core.feed import FeedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from dlo_core.binding import BlockBinding
     from dlo_core.interface import Event
@@ -63,6 +64,7 @@ class Streamer:
         self._waited: dict[int, None] = {}
         self._depth = [0] * len(self.names)
         self._closed: str | None = None
+        self._captures = False
 
     def call_root(
         self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -107,6 +109,7 @@ class Streamer:
     @aside
     def begin_pass(self) -> None:
         """Open a pass; the caller holds the pool's lock."""
+        self._check_graph()
         if self.on_pass is not None:
             self.on_pass()
         self._guard(self.tape.begin_pass)
@@ -119,6 +122,47 @@ class Streamer:
         self.last_waited = tuple(self._waited)
         if self._pool.failure is None and self._closed is None:
             self._guard(self.tape.end_pass)
+
+    @contextmanager
+    def instead(
+        self, tape: Tape, transfer: Transfer, pool: Pool, pass_start: Event
+    ) -> Iterator[None]:
+        """Run the passes inside over other parts, and tell nobody; the caller holds the pool.
+
+        Args:
+            tape: The cursor.
+            transfer: Queues fills.
+            pool: The slots, over the same buffers.
+            pass_start: Recorded where a pass begins.
+        """
+        kept = self.tape, self._transfer, self._pool, self.pass_start
+        waited, on_pass = self.last_waited, self.on_pass
+        self.tape, self._transfer, self._pool, self.pass_start = tape, transfer, pool, pass_start
+        self.on_pass, self._captures = None, True
+        try:
+            yield
+        finally:
+            self._captures = False
+            self.tape, self._transfer, self._pool, self.pass_start = kept
+            self.last_waited, self.on_pass = waited, on_pass
+
+    def get_ready(self) -> None:
+        """Have the slots hold what a pass begins with; the caller holds the pool.
+
+        Raises:
+            FillError: A fill could not be queued; the offload is closed.
+            UseError: Somebody else's graph is being recorded.
+        """
+        self._check_graph()
+        self._guard(self.tape.ready)
+
+    def _check_graph(self) -> None:
+        if self._transfer.recorded and not self._captures:
+            raise UseError(
+                "an offloaded model was called while a graph is captured: its pass begins and ends "
+                "in the middle of a copy on a stream of dlo's own, which the graph knows nothing "
+                "of; use offloaded.capture(model, ...)"
+            )
 
     def run_pass(self) -> _Pass:
         """Return a context that is one pass, for engines that do not call the root."""

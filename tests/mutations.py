@@ -38,6 +38,12 @@ class Site:
         """Whether it records a timing event, which orders nothing."""
         return "times." in self.text or self.owner == "Transfer.mark"
 
+    @property
+    def of_graphs(self) -> bool:
+        """Whether it orders graphs and passes, whose cases are in test_capture.py."""
+        methods = ("fork", "join", "before_graph", "after_graph")
+        return self.owner.partition(".")[2] in methods
+
 
 def sites() -> tuple[Site, ...]:
     """Return every ``wait_event`` and ``record_event`` statement, from the source itself."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from ascend import VENDOR_WARNINGS
 
 from dlo_core.testing.conformance import AllocatorConformance, BackendConformance
@@ -14,7 +12,7 @@ from dlo_core.testing.conformance import AllocatorConformance, BackendConformanc
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlo_core.interface import Backend, PinnedAllocator
+    from dlo_core.interface import Backend, Capabilities, PinnedAllocator
 
 pytestmark = VENDOR_WARNINGS
 
@@ -31,10 +29,5 @@ class TestAscendAllocator(AllocatorConformance):
         return usable_backend("npu").allocator
 
     @pytest.fixture
-    def is_locked(self) -> Callable[[torch.Tensor], bool]:
-        # torch_npu looks at the first byte of a storage, which may be another registration's.
-        def begins_locked(tensor: torch.Tensor) -> bool:
-            here = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-            return torch.frombuffer(here, dtype=torch.uint8).is_pinned()
-
-        return begins_locked
+    def capabilities(self, usable_backend: Callable[[str], Backend]) -> Capabilities:
+        return usable_backend("npu").capabilities

@@ -307,7 +307,7 @@ def ordering() -> dict[str, Site]:
 
 def test_every_wait_and_record_that_orders_data_has_its_case() -> None:
     found = [str(site) for site in sites() if not site.timing_only]
-    assert sorted(found) == sorted([*NEEDED, SEVERAL_COMPUTE_STREAMS])
+    assert sorted(found) == sorted([*NEEDED, SEVERAL_COMPUTE_STREAMS, *IN_GRAPHS])
     # Of the waits none is hidden in another kind of statement.
     calls = [
         node.func.attr
@@ -317,6 +317,16 @@ def test_every_wait_and_record_that_orders_data_has_its_case() -> None:
     assert calls.count("wait_event") == sum("wait_event" in name for name in found)
 
 
+# Their cases are in test_capture.py.
+IN_GRAPHS = (
+    "Transfer.fork: current.record_event(self._edge)",
+    "Transfer.fork: side.wait_event(self._edge)",
+    "Transfer.join: side.record_event(self._edge)",
+    "Transfer.join: current.wait_event(self._edge)",
+    "Transfer.before_graph: stream.wait_event(slot.filled)",
+    "Transfer.before_graph: stream.wait_event(slot.drained)",
+    "Transfer.after_graph: stream.record_event(slot.drained)",
+)
 # This device has one compute stream; test_kit.py shows the need on several.
 SEVERAL_COMPUTE_STREAMS = "Transfer.acquire: stream.wait_event(slot.drained)"
 
