@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Ranks are forked from a process that has not touched a device, so the files with ranks come first.
 TESTS = (
     "tests/test_ascend_ranks.py",
+    "tests/test_ascend_lifecycle.py",
     "tests/test_ascend_registered.py",
     "tests/test_ascend_backend.py",
 )
