@@ -196,7 +196,7 @@ def _rates(results: dict[str, Any], contender: Contender) -> dict[str, float | N
 
 def _streamed(contender: Contender, blocks: Sequence[int]) -> int:
     """Return the bytes of the blocks that do not stay; which ones is the planner's rule."""
-    from dlo_core.planner import resident_positions
+    from dlo_core.residency import resident_positions
 
     count = contender.num_residents(len(blocks))
     stay = resident_positions(len(blocks), count) if count else frozenset()

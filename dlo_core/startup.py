@@ -26,11 +26,14 @@ from dlo_core.plan import (
     ModelPlan,
     own_values,
     plan_model,
+    plan_residents,
     predict,
+    resident_numbers,
     sample_values,
 )
 from dlo_core.segment import Segment, SegmentMaker, receive
 from dlo_core.tiers import make_store, make_wish
+from dlo_core.together import do_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -106,12 +109,14 @@ class _Decision:
     Attributes:
         facts: Settings and layouts, which must be the same on every rank.
         digest: Of the layouts.
+        residents: The numbers of the blocks that stay, of each model.
         footprint: The bytes that it takes.
         wish: The host memory that it wants.
     """
 
     facts: dict[str, str]
     digest: bytes
+    residents: tuple[frozenset[int], ...]
     footprint: Footprint
     wish: Wish
 
@@ -215,6 +220,7 @@ class Startup:
             }
             for number, plan in enumerate(plans):
                 facts |= _facts_of(number, plan)
+        residents = plan_residents(plans, self._config)
         digest = hashlib.sha256()
         for plan in plans:
             digest.update(plan.digest())
@@ -227,8 +233,10 @@ class Startup:
             size=self._agreement.size,
             gathers=self.gathers,
             machine=Machine(),
+            staying=resident_numbers(plans, residents),
         )
-        return _Decision(facts, digest.digest(), predict(plans, self._config), wish)
+        footprint = predict(plans, self._config, residents)
+        return _Decision(facts, digest.digest(), residents, footprint, wish)
 
     def _build(
         self, made: _Made, plans: Sequence[ModelPlan], decision: _Decision, progress: Progress
@@ -257,10 +265,12 @@ class Startup:
                 problem = made.lock(turn, problem)
                 self._agreement.exchange(None, "page-locking shared memory")
             self._agreement.vote(problem, "loading")
+            assert made.engine is not None
+            what = "loading the resident layers"
+            do_together(self._agreement, what, made.engine.load_residents)
         except BaseException:
             made.discard()
             raise
-        assert made.engine is not None
         # All ranks have read: what one gives back, no other wants any more.
         for plan in plans:
             if plan.checkpoint is not None:
@@ -291,10 +301,12 @@ class Startup:
             rank=made.collective.rank,
             digest=decision.digest,
             segment=made.segment,
+            staying=sorted(decision.wish.staying),
         )
         made.engine = Engine(
             plans,
             self._config,
+            residents=decision.residents,
             backend=self._backend,
             collective=made.collective,
             store=made.store,

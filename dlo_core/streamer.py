@@ -11,12 +11,14 @@ from torch.compiler import is_dynamo_compiling
 from dlo_core.compiling import OUTSIDE, aside
 from dlo_core.errors import DloError, FillError, FillTimeout, UseError
 from dlo_core.feed import FeedError
+from dlo_core.residents import MIXED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from dlo_core.binding import BlockBinding
     from dlo_core.interface import Event
+    from dlo_core.residents import ResidentBlocks
     from dlo_core.slots import Pool, Slot
     from dlo_core.tape import Tape
     from dlo_core.transfer import Transfer
@@ -34,6 +36,7 @@ class Streamer:
         bindings: Sequence[BlockBinding],
         first_block: int,
         tape: Tape,
+        residents: ResidentBlocks,
         transfer: Transfer,
         pool: Pool,
         pass_start: Event,
@@ -46,6 +49,7 @@ class Streamer:
             bindings: One a block.
             first_block: Number of the model's first block among those of the transfer.
             tape: The model's cursor; its block numbers are the transfer's.
+            residents: The blocks that stay, which are not on the tape.
             transfer: Queues fills.
             pool: The slots.
             pass_start: A timing event.
@@ -55,13 +59,16 @@ class Streamer:
         self.bindings = tuple(bindings)
         self.first_block = first_block
         self.tape = tape
+        self.residents = residents
         self.pass_start = pass_start
         self.last_waited: tuple[int, ...] = ()
+        self.last_loaded: frozenset[int] = frozenset()
         self.on_pass: Callable[[], object] | None = None
         self._transfer = transfer
         self._pool = pool
         self._rank = rank
         self._waited: dict[int, None] = {}
+        self._loaded: set[int] = set()
         self._depth = [0] * len(self.names)
         self._closed: str | None = None
         self._captures = False
@@ -114,12 +121,14 @@ class Streamer:
             self.on_pass()
         self._guard(self.tape.begin_pass)
         self._waited = {}
+        self._loaded = set()
         self._transfer.mark(self.pass_start)
 
     @aside
     def end_pass(self) -> None:
         """Close the pass, unless the offload failed: then there is nothing to wait for."""
         self.last_waited = tuple(self._waited)
+        self.last_loaded = frozenset(self._loaded)
         if self._pool.failure is None and self._closed is None:
             self._guard(self.tape.end_pass)
 
@@ -136,7 +145,7 @@ class Streamer:
             pass_start: Recorded where a pass begins.
         """
         kept = self.tape, self._transfer, self._pool, self.pass_start
-        waited, on_pass = self.last_waited, self.on_pass
+        waited, loaded, on_pass = self.last_waited, self.last_loaded, self.on_pass
         self.tape, self._transfer, self._pool, self.pass_start = tape, transfer, pool, pass_start
         self.on_pass, self._captures = None, True
         try:
@@ -144,7 +153,7 @@ class Streamer:
         finally:
             self._captures = False
             self.tape, self._transfer, self._pool, self.pass_start = kept
-            self.last_waited, self.on_pass = waited, on_pass
+            self.last_waited, self.last_loaded, self.on_pass = waited, loaded, on_pass
 
     def get_ready(self) -> None:
         """Have the slots hold what a pass begins with; the caller holds the pool.
@@ -245,6 +254,15 @@ class Streamer:
         """
         self._guard(self._transfer.stand_still)
 
+    def guarded(self, do: Callable[..., Any], *args: Any) -> None:
+        """Call ``do(*args)``, which queues transfers or waits for some.
+
+        Raises:
+            UseError: It raised one; nothing is closed.
+            FillError: Something else went wrong; the offload is closed.
+        """
+        self._guard(do, *args)
+
     def wait_for(self, slot: Slot, block: int) -> None:
         """Let the current stream wait until ``block`` is in ``slot``.
 
@@ -252,7 +270,13 @@ class Streamer:
             FillError: It did not come; the offload is closed.
         """
         number = self.first_block + block
-        self._guard(self._transfer.acquire, slot, number, block=block, fill=slot.fill)
+        if not slot.stays:
+            self._guard(self._transfer.acquire, slot, number, block=block, fill=slot.fill)
+        elif (
+            self._guard(self._transfer.acquire_resident, slot, number, block=block)
+            and self.residents.on_the_way
+        ):
+            self._loaded.add(number)
 
     def check(self, slot: Slot, block: int) -> None:
         """Refuse a slot that is known by now to hold other bytes than ``block``'s; never waits.
@@ -261,8 +285,7 @@ class Streamer:
             FillError: It does; the offload is closed.
         """
         if slot.check.failed():
-            mixed = "it holds another block's bytes: the ranks' gathers were mixed up"
-            self._fail(mixed, block, slot.fill)
+            self._fail(f"it holds {MIXED}", block, slot.fill)
 
     @aside
     def _enter(self, check: Callable[[], None] | None = None) -> None:
@@ -282,7 +305,7 @@ class Streamer:
     def _before(self, block: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Slot:
         self._check_grad(args, kwargs)
         number = self.first_block + block
-        slot: Slot = self._guard(self.tape.before, number, block=block)
+        slot: Slot = self._guard(self._find, number, block=block)
         try:
             self.wait_for(slot, block)
             self.check(slot, block)
@@ -294,6 +317,16 @@ class Streamer:
             raise
         self._depth[block] += 1
         self._waited[number] = None
+        return slot
+
+    def _find(self, number: int) -> Slot:
+        """Return the slot that has a block, or will have when the current stream has waited."""
+        slot = self._pool.residents.get(number)
+        if slot is None:
+            return self.tape.before(number)
+        if not self.tape.open:
+            self.tape.begin_pass()
+        slot.bound += 1
         return slot
 
     @aside

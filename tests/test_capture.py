@@ -118,6 +118,42 @@ def test_new_weights_are_in_the_next_replay() -> None:
     assert all(torch.equal(one, expected) for one in got)
 
 
+@pytest.mark.parametrize(("n", "stay"), [(6, 2), (5, 1), (3, 3)])
+def test_blocks_that_stay_are_read_where_they_are(n: int, stay: int) -> None:
+    job = Job(n, resident_layers=stay)
+    assert job.compare(TURNS, streams=2) == 0
+
+
+@pytest.mark.parametrize("stay", [2, 4])
+def test_new_weights_of_blocks_that_stay_are_in_the_next_replay(stay: int) -> None:
+    """It waits for their loads, of which nothing else would run before it here."""
+    job = Job(resident_layers=stay)
+    with torch.no_grad(), job.backend.compute():
+        captured = job.offloaded.capture(job.model, batch(0))
+        for seed in range(2):
+            new = {k: v * 0.5 + seed for k, v in job.resident.state_dict().items()}
+            job.resident.load_state_dict(new)
+            job.offloaded.update_weights(new)
+            got = [captured(batch(2)).clone(), job.model(batch(2)), captured().clone()]
+            job.backend.synchronize()
+            expected = job.resident(batch(2))
+            assert all(torch.equal(one, expected) for one in got), seed
+
+
+def test_a_replay_after_blocks_that_stay_were_dropped_is_refused() -> None:
+    job = Job(resident_layers=2, resident_scope="stage")
+    with torch.no_grad(), job.backend.compute():
+        captured = job.offloaded.capture(job.model, batch(0))
+        job.offloaded.offload_resident_layers()
+        with pytest.raises(dlo.UseError, match=r"dropped since the pass was captured.*capture\(\)"):
+            captured(batch(1))
+        again = job.offloaded.capture(job.model, batch(0))
+        with pytest.raises(dlo.UseError, match="dropped since"):
+            captured(batch(1))
+        got = [again(batch(1)).clone(), job.model(batch(1))]
+    assert all(torch.equal(one, job.resident(batch(1))) for one in got)
+
+
 def test_two_models_in_the_same_slots_each_have_their_graph() -> None:
     models = [Program(4, seed=seed) for seed in (1, 2)]
     resident = [twin(model) for model in models]

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels import Program
-from mutations import Site, mutant, sites
+from mutations import RESIDENTS, Site, mutant, sites
 from torch import nn
 from toys import twin
 
@@ -276,27 +276,31 @@ NEEDED: dict[str, tuple[str, Early, Calls]] = {
         (COMM,),
         WHOLE,
     ),
-    "InPlaceTransfer._part_copy: self._copy_stream.wait_event(slot.filled)": (
+    "GatheringTransfer._part_copy: self._copy_stream.wait_event(slot.filled)": (
         IN_PLACE,
         (COPY,),
         SKIPPING,
     ),
-    "InPlaceTransfer._part_copy: self._copy_stream.wait_event(slot.drained)": (
+    "GatheringTransfer._part_copy: self._copy_stream.wait_event(slot.drained)": (
         IN_PLACE,
         (COPY, COMM),
         WHOLE,
     ),
-    "InPlaceTransfer._part_copy: self._copy_stream.record_event(slot.copied)": (
+    "GatheringTransfer._part_copy: self._copy_stream.record_event(slot.copied)": (
         IN_PLACE,
         (COMM,),
         WHOLE,
     ),
-    "InPlaceTransfer.fill: self._comm_stream.wait_event(slot.copied)": (
+    "GatheringTransfer._bring: self._comm_stream.wait_event(slot.copied)": (
         IN_PLACE,
         (COMM,),
         WHOLE,
     ),
-    "InPlaceTransfer.fill: self._comm_stream.record_event(slot.filled)": (IN_PLACE, LATE, WHOLE),
+    "GatheringTransfer._bring: self._comm_stream.record_event(slot.filled)": (
+        IN_PLACE,
+        LATE,
+        WHOLE,
+    ),
 }
 
 
@@ -307,7 +311,8 @@ def ordering() -> dict[str, Site]:
 
 def test_every_wait_and_record_that_orders_data_has_its_case() -> None:
     found = [str(site) for site in sites() if not site.timing_only]
-    assert sorted(found) == sorted([*NEEDED, SEVERAL_COMPUTE_STREAMS, *IN_GRAPHS])
+    cases = [*NEEDED, *RESIDENTS, SEVERAL_COMPUTE_STREAMS, *IN_GRAPHS]
+    assert sorted(found) == sorted(cases)
     # Of the waits none is hidden in another kind of statement.
     calls = [
         node.func.attr
