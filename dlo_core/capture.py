@@ -15,12 +15,13 @@ records them anew behind the graph. So passes and replays may take turns.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dlo_core.errors import ConfigError, DloError, UseError
+from dlo_core.errors import ConfigError, UseError
 from dlo_core.feed import DirectFeed
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ class CapturedPass:
         transfer: Transfer,
         graph: Graph,
         *,
-        twins: tuple[Tape, Transfer],
+        num_fills: int,
+        num_skipped: int,
+        copied_nbytes: int,
         inputs: tuple[Sequence[Any], Any],
         output: Any,
     ) -> None:
@@ -61,7 +64,9 @@ class CapturedPass:
             streamer: Of the model.
             transfer: Of the offload.
             graph: Holds the pass.
-            twins: What it was recorded over.
+            num_fills: Fills that it makes.
+            num_skipped: Fills that the slots hold already.
+            copied_nbytes: Bytes that it copies from the host.
             inputs: The arguments that it reads, flat, and their form.
             output: What the call returned.
         """
@@ -69,7 +74,9 @@ class CapturedPass:
         self._streamer = streamer
         self._transfer = transfer
         self._graph = graph
-        self._twins = twins
+        self._num_fills = num_fills
+        self._num_skipped = num_skipped
+        self._copied_nbytes = copied_nbytes
         self._inputs, self._form = inputs
         self._num_drops = streamer.residents.num_drops
 
@@ -105,8 +112,8 @@ class CapturedPass:
                     if isinstance(mine, torch.Tensor):
                         mine.copy_(new, non_blocking=True)
             self._graph.replay()
-            self._transfer.after_graph(self._twins[1])
-            self._streamer.tape.count_pass(self._twins[0])
+            self._transfer.after_graph(self._copied_nbytes)
+            self._streamer.tape.count_pass(self._num_fills, self._num_skipped)
         finally:
             self._streamer.leave()
         return self.output
@@ -128,7 +135,7 @@ class CapturedPass:
 
     def __repr__(self) -> str:
         """Show how many fills it holds."""
-        return f"CapturedPass({self._twins[0].num_fills} fills)"
+        return f"CapturedPass({self._num_fills} fills, {self._copied_nbytes:,} bytes)"
 
 
 def capture_pass(
@@ -159,9 +166,10 @@ def capture_pass(
     with torch.inference_mode(False), torch.no_grad():
         inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     mine, named = tree_unflatten(inputs, form)
+    run = partial(call, *mine, **named)
     for _ in range(_WARM_UP):
         before = streamer.tape.num_passes
-        call(*mine, **named)
+        run()
         _check_passes(streamer.tape.num_passes - before)
     streamer.enter()
     try:
@@ -171,25 +179,8 @@ def capture_pass(
         pool = engine.pool.twin(backend)
         transfer = engine.transfer.twin(pool)
         tape = streamer.tape.twin(pool, transfer)
-        try:
-            with (
-                streamer.instead(tape, transfer, pool, backend.new_event()),
-                backend.capture() as graph,
-            ):
-                transfer.fork()
-                try:
-                    output = call(*mine, **named)
-                finally:
-                    transfer.join()
-        except DloError:
-            raise
-        # Whatever the device and the model say of it: nothing of it ran.
-        except Exception as error:
-            raise UseError(
-                f"the pass could not be captured: {error}; a graph holds no wait of the host "
-                "(.item(), .cpu(), prints of tensors) and no memory of the device that is taken "
-                "past torch: take these out, or run the model without capture()"
-            ) from error
+        with streamer.instead(tape, transfer, pool, backend.new_event()):
+            graph, output = _record(backend, transfer, run)
         _check_passes(tape.num_passes)
         if not streamer.tape.holds_alike(tape):
             raise UseError(
@@ -202,10 +193,37 @@ def capture_pass(
         streamer,
         engine.transfer,
         graph,
-        twins=(tape, transfer),
+        num_fills=tape.num_fills,
+        num_skipped=tape.num_skipped,
+        copied_nbytes=transfer.copied_nbytes,
         inputs=(inputs, form),
         output=output,
     )
+
+
+def _record(backend: Backend, transfer: Transfer, run: Callable[[], Any]) -> tuple[Graph, Any]:
+    """Return the graph of what ``run`` queues, and what it returns."""
+    try:
+        with backend.capture() as graph:
+            transfer.fork()
+            try:
+                output = run()
+            finally:
+                transfer.join()
+    except (UseError, ConfigError):
+        raise
+    # Whatever the device and the model say of it: nothing of it ran. What came first says most,
+    # for a graph that is broken refuses all that comes after.
+    except Exception as error:
+        first: BaseException = error
+        while first.__context__ is not None:
+            first = first.__context__
+        raise UseError(
+            f"the pass could not be captured: {first}; a graph holds no wait of the host "
+            "(.item(), .cpu(), prints of tensors) and no memory of the device that is taken past "
+            "torch: take these out, or run the model without capture()"
+        ) from error
+    return graph, output
 
 
 def _check(engine: Engine, backend: Backend) -> None:

@@ -340,11 +340,16 @@ class Tape:
             for mine, its in zip(self._pool.slots, twin._pool.slots, strict=True)
         )
 
-    def count_pass(self, twin: Tape) -> None:
-        """Count the pass that a twin made."""
-        self.num_passes += twin.num_passes
-        self.num_fills += twin.num_fills
-        self.num_skipped += twin.num_skipped
+    def count_pass(self, num_fills: int, num_skipped: int) -> None:
+        """Count a pass that went over a twin.
+
+        Args:
+            num_fills: Fills that it made.
+            num_skipped: Fills that the slots held already.
+        """
+        self.num_passes += 1
+        self.num_fills += num_fills
+        self.num_skipped += num_skipped
 
     def turn(self) -> Generator[tuple[int, Slot], None, None]:
         """Yield the block and the slot of every fill of one whole turn; all ranks alike.

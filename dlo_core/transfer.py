@@ -277,11 +277,11 @@ class Transfer(ABC):
         for slot in self._pool.residents.values():
             self._wait_for_load(slot, stream)
 
-    def after_graph(self, twin: Transfer) -> None:
+    def after_graph(self, copied_nbytes: int) -> None:
         """Say that the graph on the current stream is the last to fill and read all slots.
 
         Args:
-            twin: Made the fills that the graph holds.
+            copied_nbytes: Bytes that it copies from the host.
         """
         # See [Note: two events].
         stream = self._backend.current_stream()
@@ -292,7 +292,7 @@ class Transfer(ABC):
         # It copies from the host, too, which must stay until it is done.
         if stream not in self._graph_streams:
             self._graph_streams.append(stream)
-        self.copied_nbytes += twin.copied_nbytes
+        self.copied_nbytes += copied_nbytes
 
     def close(self) -> None:
         """Forget what travels, without waiting for anything that waits for another rank."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -75,11 +76,27 @@ class CudaBackend(AcceleratorBackend):
     @contextmanager
     def capture(self) -> Iterator[Graph]:
         """Record a CUDA graph, on a stream of its own."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device=self.device)
-        # Threads that have nothing to do with it may go on.
-        recording = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
-        with torch.cuda.device(self.device), recording:
-            yield graph
+        # Host memory that is let go meanwhile would be unlocked, which a capture does not survive.
+        gc.collect()
+        with torch.cuda.device(self.device):
+            graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+            before = torch.cuda.current_stream()
+            # Threads that have nothing to do with it may go on.
+            recording = torch.cuda.graph(
+                graph,
+                pool=pool,
+                stream=torch.cuda.Stream(),
+                capture_error_mode="thread_local",
+            )
+            try:
+                with recording:
+                    yield graph
+            except BaseException:
+                # torch stops half-way where a graph cannot be ended.
+                torch.cuda.set_stream(before)
+                with suppress(AttributeError, RuntimeError):
+                    torch._C._cuda_endAllocateToPool(self.device.index, pool)
+                raise
 
     def recording(self) -> bool:
         """Return whether the current stream is captured."""
@@ -103,7 +120,8 @@ def make_backend(device: str) -> CudaBackend:
         BackendError: This torch is not built for CUDA, or there is no such device.
     """
     check_built(device)
-    number = number_of(device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    # is_available() would leave a process that forks without CUDA in its children.
+    number = number_of(device, torch.cuda.device_count())
     if number is None:
         # Asking for the current device would start CUDA, which a look at the backends must not.
         number = torch.cuda.current_device() if torch.cuda.is_initialized() else 0

@@ -107,10 +107,11 @@ def test_a_look_starts_no_context_and_an_offload_only_that_of_its_device(cuda: B
 
 FORKED = """
 import os, sys, torch
-from dlo_core import offload, registry
+from dlo_core import OffloadConfig, offload, registry
 from dlo_core.testing.toys import inputs, make_portable_toy, twin
-registry.installed()
-assert not torch.cuda.is_initialized(), "a look at the backends started CUDA"
+OffloadConfig(depth=2)
+registry.get_backend("cpu")
+assert not torch.cuda.is_initialized(), "a look at another backend started CUDA"
 child = os.fork()
 if child:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -126,7 +127,7 @@ os._exit(0 if same else 3)
 
 
 @pytest.mark.timeout(100)
-def test_a_process_that_looked_and_forked_can_offload_in_the_child(cuda: Backend) -> None:
+def test_a_process_that_imported_dlo_and_forked_can_offload_in_the_child(cuda: Backend) -> None:
     """B43, "cannot re-initialise in forked process"."""
     done = subprocess.run(
         [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=90, check=False
@@ -225,6 +226,32 @@ def test_a_forward_in_a_graph_of_the_users_own_is_refused(cuda: Backend) -> None
         ):
             model(x)
         assert torch.equal(model(x), wanted)
+    offloaded.disable()
+
+
+class Looking(Deep):
+    """Makes the host wait for a value, which no graph can hold."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the blocks, and look at the result of each."""
+        for block in self.blocks:
+            x = block(x).tanh()
+            if x[0, 0].item() > 2:
+                raise ArithmeticError("tanh is below one")
+        return x
+
+
+def test_a_pass_that_waits_for_the_device_is_not_captured_and_goes_on(cuda: Backend) -> None:
+    """B25. A capture that fails half-way harms neither the offload nor the device."""
+    model = Looking(4)
+    resident = resident_on(model, cuda)
+    offloaded = dlo.offload(model, device=cuda)
+    with torch.inference_mode():
+        x = batch(cuda)
+        wanted = resident(x)
+        with pytest.raises(dlo.UseError, match="could not be captured"):
+            offloaded.capture(model, x)
+        assert all(torch.equal(model(x), wanted) for _ in range(3))
     offloaded.disable()
 
 
