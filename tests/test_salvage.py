@@ -39,7 +39,7 @@ def empty_toy() -> Toy:
 
 
 def offload(model: Toy, **options: Any) -> dlo.LayerwiseOffload:
-    given: dict[str, Any] = {"timeout_s": 0.5, "load_timeout_s": 20.0, **options}
+    given: dict[str, Any] = {"timeout_s": 0.4, "load_timeout_s": 20.0, **options}
     return dlo.offload(model, device=PoisonBackend(0), group=dist.group.WORLD, **given)
 
 
@@ -166,6 +166,7 @@ def test_bytes_that_are_not_what_was_read_are_read_again(
     assert "is not the same" in told[1][1]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_had_is_refused_on_all_and_can_be_tried_again(tmp_path: Path) -> None:
     """Nothing to read instead; an argument that is no offload; a rank that comes too late."""
     path = stored(tmp_path)
@@ -204,7 +205,7 @@ def test_what_cannot_be_had_is_refused_on_all_and_can_be_tried_again(tmp_path: P
         assert rank == 1 or "rank 1" in told[0]
 
 
-@pytest.mark.parametrize("resident_layers", [0, 1])
+@pytest.mark.parametrize("resident_layers", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_awkward_blocks_and_what_no_checkpoint_has(tmp_path: Path, resident_layers: int) -> None:
     """Odd dtypes, ties, and large buffers that are streamed and that no file holds."""
     path = tmp_path / "mixed.safetensors"
