@@ -51,6 +51,8 @@ def why_not_mapped(plans: Sequence[ModelPlan]) -> str | None:
                 source = plan.sources[spec.name]
                 if not isinstance(source, StoredTensor) or source.recipe.dense is None:
                     return f"{spec.name!r} does not come from the checkpoint as it is stored"
+                if source.packed:
+                    return f"{spec.name!r} is packed in the checkpoint"
                 if not spec.row_major:
                     return f"{spec.name!r} has strides {spec.stride}, and a file is row-major"
     return None

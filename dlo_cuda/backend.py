@@ -15,6 +15,7 @@ from dlo_cuda.cudart import load_runtime
 from dlo_cuda.pinned import SlabAllocator
 
 if TYPE_CHECKING:
+    from dlo_core.interface import Codec
     from dlo_cuda.cudart import Runtime
 
 __all__ = ["CudaBackend", "make_backend"]
@@ -62,6 +63,15 @@ class CudaBackend(AcceleratorBackend):
             return
         for start, stop in pairwise((0, *cuts, len(src))):
             super().copy(dst[start:stop], src[start:stop])
+
+    def codec(self) -> Codec | None:
+        """Return the codec in Triton, which comes with torch; None where it does not."""
+        try:
+            from dlo_cuda.packed import TritonCodec
+        except ImportError as error:
+            _logger.info("packed weights are decoded by torch's operations: %s", error)
+            return None
+        return TritonCodec()
 
     def _cuts(self, host: torch.Tensor) -> list[int]:
         # Rows are small and come from torch's memory; only runs of bytes lie in slabs.
