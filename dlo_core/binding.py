@@ -216,6 +216,10 @@ class BlockBinding:
         for placeholder in self.placeholders:
             placeholder.dlo_reason = reason
 
+    def forget(self, slot: Slot) -> None:
+        """Let the views over ``slot`` go, whose memory ends."""
+        self._views.pop(slot.index, None)
+
     def bind(self, slot: Slot) -> None:
         """Point the entries at ``slot``.
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from dlo_core.errors import ConfigError
+from dlo_core.residency import PLACEMENTS
 
-__all__ = ["HOST_TIERS", "OffloadConfig"]
+__all__ = ["HOST_TIERS", "SCOPES", "OffloadConfig"]
 
+SCOPES = ("permanent", "stage")
 HOST_TIERS = ("pinned", "shared", "mapped", "pageable")
 # Ten years; a comm library counts in milliseconds or less and overflows some way beyond.
 _LONGEST_S = 315_360_000
@@ -27,6 +29,14 @@ class OffloadConfig:
         stages: Device buffers of shard size in gather mode: 2, or 0 to copy the shard into the
             slot's
             own part and gather in place.
+        resident_layers: How many blocks of each model stay on the device, or ``"auto"``: as many as
+            ``device_budget_bytes`` holds.
+        resident_placement: ``"spread"``: evenly over the model, which hides the most copies; or
+            ``"leading"``: the first ones.
+        resident_scope: ``"permanent"``, or ``"stage"``: ``offload_resident_layers()`` gives their
+            device memory to what runs between two denoise stages.
+        device_budget_bytes: The most bytes that the weights may take on the device: slots, stages,
+            what stays, and the rest of the model. None: no limit.
         resident: Dotted names of modules or tensors that stay on the device.
         host: Kind of host memory (see docs/host-memory.md): ``"pinned"``, ``"shared"`` (one copy
             a node, for ranks that do not gather), ``"mapped"`` (the checkpoint's pages),
@@ -49,6 +59,10 @@ class OffloadConfig:
     use_allgather: bool = True
     depth: int = 2
     stages: int = 2
+    resident_layers: int | Literal["auto"] = 0
+    resident_placement: str = "spread"
+    resident_scope: str = "permanent"
+    device_budget_bytes: int | None = None
     resident: tuple[str, ...] = ()
     host: str | None = None
     pin_budget_bytes: int | None = None
@@ -79,12 +93,13 @@ class OffloadConfig:
         if self.host is not None and self.host not in HOST_TIERS:
             known = ", ".join(map(repr, HOST_TIERS))
             raise ConfigError(f"host must be one of {known}, or None; got {self.host!r}")
-        budget = self.pin_budget_bytes
-        if budget is not None and (not _is_int(budget) or budget < 0):
-            raise ConfigError(
-                "pin_budget_bytes must be a whole number of bytes, 0 or more, or None; got "
-                f"{budget!r}"
-            )
+        for name in ("pin_budget_bytes", "device_budget_bytes"):
+            budget = getattr(self, name)
+            if budget is not None and (not _is_int(budget) or budget < 0):
+                raise ConfigError(
+                    f"{name} must be a whole number of bytes, 0 or more, or None; got {budget!r}"
+                )
+        self._check_residents()
         self._check_choices()
         for name in ("timeout_s", "load_timeout_s"):
             _check_seconds(name, getattr(self, name))
@@ -99,6 +114,23 @@ class OffloadConfig:
         object.__setattr__(self, "resident", tuple(self.resident))
         if not all(isinstance(name, str) and name for name in self.resident):
             raise ConfigError(f"resident must hold non-empty dotted names; got {self.resident!r}")
+
+    def _check_residents(self) -> None:
+        wanted = self.resident_layers
+        if wanted != "auto" and (not _is_int(wanted) or wanted < 0):
+            raise ConfigError(
+                f"resident_layers must be a whole number of at least 0, or 'auto'; got {wanted!r}"
+            )
+        if wanted == "auto" and self.device_budget_bytes is None:
+            raise ConfigError(
+                "resident_layers='auto' fills a budget: give device_budget_bytes= too, the bytes "
+                "that the weights may take on the device"
+            )
+        for name, known in (("resident_placement", PLACEMENTS), ("resident_scope", SCOPES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} must be {' or '.join(map(repr, known))}; got {getattr(self, name)!r}"
+                )
 
     def _check_choices(self) -> None:
         if self.shard_within not in (None, "node"):

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dlo_core.agreement import LoneAgreement
 from dlo_core.attributes import find_attributes
 from dlo_core.binding import BlockBinding
 from dlo_core.errors import UseError
 from dlo_core.hooks import Hooks
 from dlo_core.layout import BlockLayout
 from dlo_core.loader import count_shard_nbytes, load_blocks, load_shards
+from dlo_core.plan import plan_ring
 from dlo_core.progress import LoadProgress, reporting
 from dlo_core.readback import ReadBack
 from dlo_core.refresh import new_tensors, spec_of
 from dlo_core.remainder import Remainder, remainder_run
+from dlo_core.residents import ResidentBlocks
 from dlo_core.restore import give_back, give_back_meta, let_go, tensor_from
 from dlo_core.shard import trailers_nbytes
 from dlo_core.slots import Pool
@@ -58,6 +61,7 @@ class Engine:
         plans: Sequence[ModelPlan],
         config: OffloadConfig,
         *,
+        residents: Sequence[frozenset[int]],
         backend: Backend,
         collective: Collective,
         store: HostStore,
@@ -66,6 +70,16 @@ class Engine:
     ) -> None:
         """Allocate the device's memory and read all bytes into ``store``; no model is touched.
 
+        Args:
+            plans: The models.
+            config: The settings.
+            residents: Of each model, the numbers of the blocks that stay.
+            backend: Of the device.
+            collective: Gathers the shards.
+            store: Of this rank's shards.
+            digest: Of the trailers.
+            progress: As in ``enable``.
+
         Raises:
             CheckpointError: The bytes cannot be read.
         """
@@ -73,6 +87,7 @@ class Engine:
         self.collective = collective
         self._backend = backend
         self._timeout_s = config.timeout_s
+        self._residents = tuple(residents)
         self.shards = [shard for plan in plans for shard in plan.shards]
         self.layouts = [layout for plan in plans for layout in plan.layouts]
         self.store = store
@@ -117,14 +132,23 @@ class Engine:
             )
 
     def _make_pool(self, config: OffloadConfig) -> Pool:
-        gathers = self.collective.size > 1
+        ring = plan_ring(self.plans, config, self._residents)
         return Pool.allocate(
             self._backend,
-            num_slots=min(config.depth, max(len(plan.layouts) for plan in self.plans)),
-            slot_nbytes=max(shard.padded_nbytes for shard in self.shards),
-            num_stages=config.stages if gathers else 0,
-            stage_nbytes=max(shard.nbytes for shard in self.shards),
+            num_slots=ring.num_slots,
+            slot_nbytes=ring.slot_nbytes,
+            num_stages=ring.num_stages,
+            stage_nbytes=ring.stage_nbytes,
+            residents={n: self.shards[n].padded_nbytes for n in self._resident_numbers()},
         )
+
+    def _resident_numbers(self) -> list[int]:
+        """Return the numbers of the blocks that stay, counted over all models."""
+        found, first = list[int](), 0
+        for plan, stay in zip(self.plans, self._residents, strict=True):
+            found += [first + number for number in sorted(stay)]
+            first += len(plan.layouts)
+        return found
 
     def _make_blocks(self, digest: bytes) -> list[TravellingBlock]:
         made = []
@@ -164,25 +188,35 @@ class Engine:
             if self.transfer.gathers:
                 agree = _AgreeOver(agreement, self._timeout_s, model)
             count = len(plan.layouts)
-            name = type(plan.model).__name__
-            tape = Tape(
-                range(first, first + count),
-                self.pool,
-                self.transfer,
-                agree=agree,
-                name=name,
-            )
             bindings = [
                 BlockBinding(block.module, owned, layout, self._backend.device)
                 for block, owned, layout in zip(
                     plan.blocks, plan.inventory.streamed, plan.layouts, strict=True
                 )
             ]
+            numbers = range(first, first + count)
+            residents = ResidentBlocks(
+                self._backend,
+                self.transfer,
+                self.pool,
+                bindings={n: bindings[n - first] for n in numbers if n in self.pool.residents},
+                agreement=agreement if self.transfer.gathers else LoneAgreement(),
+                timeout_s=self._timeout_s,
+            )
+            tape = Tape(
+                [number for number in numbers if number not in self.pool.residents],
+                self.pool,
+                self.transfer,
+                agree=agree,
+                load=residents.load,
+                name=type(plan.model).__name__,
+            )
             streamer = Streamer(
                 names=[block.name for block in plan.blocks],
                 bindings=bindings,
                 first_block=first,
                 tape=tape,
+                residents=residents,
                 transfer=self.transfer,
                 pool=self.pool,
                 pass_start=self._backend.new_event(timing=True),
@@ -223,6 +257,19 @@ class Engine:
         }
         return ModelState(plan.model, placeholders, readback)
 
+    def load_residents(self) -> None:
+        """Load the blocks that stay, and wait until they are there; still no model is touched.
+
+        Raises:
+            FillError: One could not be loaded.
+        """
+        for streamer in self.streamers:
+            streamer.load_residents()
+        for streamer in self.streamers:
+            streamer.settle()
+            for number in streamer.residents.numbers:
+                streamer.check(self.pool.residents[number], number - streamer.first_block)
+
     def commit(self, owner: object) -> None:
         """Put placeholders, device tensors and wrappers into the models; then the first fills."""
         with torch.inference_mode(False), torch.no_grad():
@@ -248,7 +295,8 @@ class Engine:
     @property
     def device_nbytes(self) -> int:
         """Bytes that the offload holds on the device."""
-        return self.pool.nbytes + self.remainder_nbytes + self.trailers_nbytes
+        weights = self.pool.nbytes + self.pool.residents_nbytes
+        return weights + self.remainder_nbytes + self.trailers_nbytes
 
     def next_wave(self) -> int:
         """Return the number of a new wave, the same on every rank."""
@@ -359,6 +407,8 @@ class Engine:
         for streamer in self.streamers:
             streamer.check_usable()
             streamer.tape.walk(partial(self._fetch_block, streamer, values))
+            for number in streamer.residents.numbers:
+                self._fetch_block(streamer, values, number, self.pool.residents[number])
         # The prefetches at the end of the walk: every rank has queued them, too.
         self.transfer.settle()
         return values

@@ -17,6 +17,7 @@ from dlo_core.refit import Refit, load_state
 from dlo_core.registry import resolve
 from dlo_core.save import save_state
 from dlo_core.shard_group import ShardGroup
+from dlo_core.stage_scope import drop_residents, load_residents
 from dlo_core.startup import Request, Startup
 from dlo_core.tiers import check_tier
 from dlo_core.together import begin_together, do_together
@@ -147,7 +148,7 @@ class LayerwiseOffload:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Dotted names of the streamed blocks, in registration order, model after model."""
+        """Dotted names of the blocks, in registration order, model after model; residents too."""
         if self._engine is None:
             return ()
         return tuple(layout.name for layout in self._engine.layouts)
@@ -294,6 +295,40 @@ class LayerwiseOffload:
             _logger.info("shut down%s", self._where(), extra=self._extra)
         self._shut_down = True
         self._close_agreement()
+
+    def load_resident_layers(self) -> None:
+        """Load the resident layers that were dropped, before the next forward does.
+
+        The loads are queued; each block's first call waits for its own. In gather mode all ranks
+        must call it alike, between passes. Does nothing where they are there.
+
+        Raises:
+            UseError: Nothing is enabled, a block computes now, or a rank has not the device memory;
+                then nothing was loaded on any.
+            AgreementError: The ranks did not call it alike.
+            FillError: A load could not be queued; the offload is closed.
+        """
+        load_residents(self._running(), self._sharing_agreement())
+
+    def offload_resident_layers(self) -> None:
+        """Give the resident layers' device memory back, for what runs between two denoise stages.
+
+        Waits until the device is idle and copies nothing back: the host has their weights. The next
+        forward loads them again when it begins, unless ``load_resident_layers()`` did. In gather
+        mode all ranks must call it alike, between passes.
+
+        Raises:
+            ConfigError: ``resident_scope`` is ``"permanent"``.
+            UseError: Nothing is enabled, or a block computes now.
+            AgreementError: The ranks did not call it alike.
+            FillError: A transfer went wrong; the offload is closed.
+        """
+        engine = self._running()
+        if self._config.resident_scope == "permanent":
+            raise ConfigError(
+                "offload_resident_layers() needs resident_scope='stage': permanent residents stay"
+            )
+        drop_residents(engine, self._sharing_agreement())
 
     def refresh(self) -> None:
         """Accept modules and tensors that appeared in or vanished from the models; place new ones.
@@ -652,15 +687,17 @@ class LayerwiseOffload:
             f"gather mode, rank {self.rank} of {self.size}" if self._gathers else "rank-local mode"
         )
         _logger.info(
-            "enabled %s in %s: %d blocks, %d bytes; device %d bytes (slots %d, stages %d, "
-            "remainder %d), host %d bytes (%s)%s",
+            "enabled %s in %s: %d blocks, %d of them resident, %d bytes; device %d bytes (slots "
+            "%d, stages %d, residents %d, remainder %d), host %d bytes (%s)%s",
             ", ".join(type(model).__name__ for model in self._models),
             mode,
             len(self.blocks),
+            len(self._engine.pool.residents),
             print_.blocks_nbytes,
             print_.device_nbytes,
             print_.slots_nbytes,
             print_.stages_nbytes,
+            print_.residents_nbytes,
             print_.remainder_nbytes,
             print_.host_nbytes,
             self._tiers(),

@@ -18,6 +18,7 @@ from dlo_core.errors import CheckpointError, ConfigError, DloWarning
 from dlo_core.inventory import Inventory, Owned, take_inventory
 from dlo_core.layout import BlockLayout, TensorSpec
 from dlo_core.post_load import Made, PostLoad, make_values, meta_attributes
+from dlo_core.residency import Budget, Ring, choose_residents, ring_of
 from dlo_core.shard import ShardPlan, trailers_nbytes
 from dlo_core.source import (
     ConvertedTensor,
@@ -38,7 +39,16 @@ if TYPE_CHECKING:
     from dlo_core.slicing import Slicing
     from dlo_core.transforms import Transforms
 
-__all__ = ["Footprint", "Loading", "ModelPlan", "plan_model", "predict", "sample_values"]
+__all__ = [
+    "Footprint",
+    "Loading",
+    "ModelPlan",
+    "plan_model",
+    "plan_residents",
+    "plan_ring",
+    "predict",
+    "sample_values",
+]
 
 
 _SAMPLE = 1024
@@ -105,6 +115,7 @@ class Footprint:
         shared_nbytes: Of ``host_nbytes``, what the node's ranks have in common.
         pageable_nbytes: Of ``host_nbytes``, what is neither.
         staging_nbytes: Of ``host_nbytes``, buffers through which the mapped tier goes.
+        residents_nbytes: Blocks that stay on the device; while they are there.
     """
 
     slots_nbytes: int
@@ -117,11 +128,13 @@ class Footprint:
     shared_nbytes: int = 0
     pageable_nbytes: int = 0
     staging_nbytes: int = 0
+    residents_nbytes: int = 0
 
     @property
     def device_nbytes(self) -> int:
         """All bytes on the device."""
-        return self.slots_nbytes + self.stages_nbytes + self.remainder_nbytes + self.trailers_nbytes
+        ring = self.slots_nbytes + self.stages_nbytes
+        return ring + self.residents_nbytes + self.remainder_nbytes + self.trailers_nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -321,18 +334,66 @@ def sample_values(plan: ModelPlan) -> bytes:
     return digest.digest()
 
 
-def predict(plans: Sequence[ModelPlan], config: OffloadConfig) -> Footprint:
-    """Return the bytes that an offload of ``plans`` takes."""
-    shards = [shard for plan in plans for shard in plan.shards]
-    gathers = any(shard.size > 1 for shard in shards)
-    num_slots = min(config.depth, max(len(plan.layouts) for plan in plans))
-    slot = max(shard.padded_nbytes for shard in shards)
-    stage = max(shard.nbytes for shard in shards) if gathers else 0
-    return Footprint(
-        slots_nbytes=num_slots * slot,
-        stages_nbytes=config.stages * stage,
-        remainder_nbytes=sum(p.remainder.nbytes + p.attribute_layout.nbytes for p in plans),
-        trailers_nbytes=trailers_nbytes(len(shards), shards[0].size),
-        host_nbytes=sum(shard.nbytes for shard in shards),
-        blocks_nbytes=sum(layout.nbytes for plan in plans for layout in plan.layouts),
+def plan_residents(plans: Sequence[ModelPlan], config: OffloadConfig) -> tuple[frozenset[int], ...]:
+    """Return the numbers of the blocks that stay, of each model.
+
+    Raises:
+        ConfigError: There are not so many, or the budget is too small.
+    """
+    return choose_residents(
+        [plan.shards for plan in plans],
+        config.resident_layers,
+        placement=config.resident_placement,
+        depth=config.depth,
+        stages=_num_stages(plans, config),
+        budget=Budget(
+            config.device_budget_bytes, _remainder_nbytes(plans) + _trailers_nbytes(plans)
+        ),
     )
+
+
+def plan_ring(
+    plans: Sequence[ModelPlan], config: OffloadConfig, residents: Sequence[frozenset[int]]
+) -> Ring:
+    """Return the slots and stages for the blocks that do not stay."""
+    cuts = [plan.shards for plan in plans]
+    return ring_of(cuts, residents, depth=config.depth, stages=_num_stages(plans, config))
+
+
+def predict(
+    plans: Sequence[ModelPlan], config: OffloadConfig, residents: Sequence[frozenset[int]]
+) -> Footprint:
+    """Return the bytes that an offload of ``plans`` takes.
+
+    Args:
+        plans: The models.
+        config: The settings.
+        residents: Of each model, the numbers of the blocks that stay.
+    """
+    ring = plan_ring(plans, config, residents)
+    return Footprint(
+        slots_nbytes=ring.num_slots * ring.slot_nbytes,
+        stages_nbytes=ring.num_stages * ring.stage_nbytes,
+        remainder_nbytes=_remainder_nbytes(plans),
+        trailers_nbytes=_trailers_nbytes(plans),
+        host_nbytes=sum(shard.nbytes for plan in plans for shard in plan.shards),
+        blocks_nbytes=sum(layout.nbytes for plan in plans for layout in plan.layouts),
+        residents_nbytes=sum(
+            plan.shards[number].padded_nbytes
+            for plan, stay in zip(plans, residents, strict=True)
+            for number in stay
+        ),
+    )
+
+
+def _num_stages(plans: Sequence[ModelPlan], config: OffloadConfig) -> int:
+    return config.stages if any(shard.size > 1 for plan in plans for shard in plan.shards) else 0
+
+
+def _remainder_nbytes(plans: Sequence[ModelPlan]) -> int:
+    return sum(plan.remainder.nbytes + plan.attribute_layout.nbytes for plan in plans)
+
+
+def _trailers_nbytes(plans: Sequence[ModelPlan]) -> int:
+    shards = [shard for plan in plans for shard in plan.shards]
+    return trailers_nbytes(len(shards), shards[0].size)

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dlo_core.errors import ConfigError
+from dlo_core.residency import PLACEMENTS, resident_positions
 
-__all__ = ["Simulation", "resident_positions", "simulate"]
+__all__ = ["Simulation", "simulate"]
 
 _NBYTES_PER_MS = 1e6
 _MOST_PASSES = 60
@@ -125,17 +126,6 @@ def simulate(
         lockstep_ms=_lockstep(shape, computes, streamed, copies, gathers),
         ends_ms=ends,
     )
-
-
-def resident_positions(count: int, num_residents: int, placement: str = "spread") -> frozenset[int]:
-    """Return which of ``count`` blocks stay on the device.
-
-    Spread evenly, the blocks between two residents hide the copies of the next ones; leading
-    residents leave the whole tail to the link alone.
-    """
-    if placement == "leading":
-        return frozenset(range(num_residents))
-    return frozenset(int((n + 0.5) * count / num_residents) for n in range(num_residents))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +259,7 @@ def _check(
 
 
 def _residents(count: int, residents: int | Collection[int], placement: str) -> frozenset[int]:
-    if placement not in ("spread", "leading"):
+    if placement not in PLACEMENTS:
         raise ConfigError(f"placement must be 'spread' or 'leading'; got {placement!r}")
     if isinstance(residents, int):
         if not 0 <= residents <= count:

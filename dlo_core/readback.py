@@ -92,7 +92,11 @@ class ReadBack:
         tape = self._streamer.tape
         if not self.gathers:
             return {}
-        return {"place on the tape": f"fill {tape.base}", "open pass": str(tape.open)}
+        return {
+            "place on the tape": f"fill {tape.base}",
+            "open pass": str(tape.open),
+            "resident layers": self._streamer.residents.state,
+        }
 
     def tensor(self, number: int, index: int) -> torch.Tensor:
         """Return one tensor of a block in memory of its own; where nothing is gathered."""
@@ -129,7 +133,7 @@ class ReadBack:
                 try:
                     step = self._streamer.step(turn)
                     if step is None:
-                        return
+                        break
                     number, slot = step
                     again = number in seen
                     seen.add(number)
@@ -141,6 +145,15 @@ class ReadBack:
                     yield number, values
         finally:
             self._end(turn)
+        yield from self._staying(receive)
+
+    def _staying(self, receive: bool) -> Generator[Values, None, None]:
+        """Yield the blocks that stay, which the turn has loaded if they were not there."""
+        for number in self._streamer.residents.numbers if receive else ():
+            with self.entered(), torch.inference_mode(False), torch.no_grad():
+                values = self._take(number, self._pool.residents[number], receive)
+            assert values is not None
+            yield number, values
 
     def _take(self, number: int, slot: Slot, receive: bool) -> list[torch.Tensor] | None:
         """Copy a block out of its slot, or only wait for it."""

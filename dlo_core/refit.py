@@ -180,8 +180,14 @@ class Refit:
         # Also what named_tensors() filled meanwhile, if the new values were made of it.
         self._streamer.tape.forget()
         self._streamer.check_usable()
+        self._streamer.reload_residents(self._blocks_of(told.written))
         self._engine.pool.owner.prefetch()
         return tuple(told.unknown)
+
+    def _blocks_of(self, names: Iterable[str]) -> list[int]:
+        """Return the numbers of the blocks that have one of these tensors."""
+        places = [self._targets[name].place for name in names]
+        return sorted({place[0] for place in places if place is not None})
 
     def _end(self, told: _Told, problem: BaseException | None, *, compare: bool) -> None:
         """Vote; what was begun is whole when every rank wrote the same, and torn otherwise."""

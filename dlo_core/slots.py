@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from dlo_core.interface import Backend, Check, Event
@@ -29,6 +31,7 @@ class Slot:
         fill: Number of that fill.
         reader: The stream that read this fill last, and recorded ``drained``; None: nobody yet.
         bound: How many calls of a block use it now.
+        stays: Whether it belongs to one block, which stays in it.
     """
 
     index: int
@@ -41,10 +44,26 @@ class Slot:
     fill: int = -1
     reader: Any = None
     bound: int = 0
+    stays: bool = False
+
+    @classmethod
+    def new(cls, backend: Backend, index: int, nbytes: int, *, stays: bool = False) -> Slot:
+        """Allocate the buffer and make its events."""
+        return cls(
+            index,
+            backend.empty(nbytes),
+            filled=backend.new_event(),
+            drained=backend.new_event(),
+            copied=backend.new_event(),
+            check=backend.new_check(),
+            stays=stays,
+        )
 
     def __repr__(self) -> str:
         """Show what the slot holds."""
         holds = "empty" if self.tape is None else f"fill {self.fill}"
+        if self.stays:
+            holds = f"resident, {self.buffer.nbytes:,} bytes"
         return f"Slot({self.index}, {holds}, bound={self.bound})"
 
 
@@ -72,6 +91,7 @@ class Pool:
     Attributes:
         slots: At most ``depth`` of them.
         stages: Two or none.
+        residents: The slots of the blocks that stay, by block number; one without bytes is dropped.
         owner: The tape whose fills they hold now.
         lock: Held by the thread that is inside a pass.
         failure: What closed the pool for good, if anything did.
@@ -80,6 +100,7 @@ class Pool:
 
     slots: tuple[Slot, ...]
     stages: tuple[Stage, ...] = ()
+    residents: dict[int, Slot] = field(default_factory=dict)
     owner: Any = None
     failure: BaseException | None = None
     torn: dict[Any, str] = field(default_factory=dict)
@@ -94,19 +115,19 @@ class Pool:
         slot_nbytes: int,
         num_stages: int,
         stage_nbytes: int,
+        residents: Mapping[int, int] | None = None,
     ) -> Pool:
-        """Allocate the buffers and make their events."""
-        slots = tuple(
-            Slot(
-                index,
-                backend.empty(slot_nbytes),
-                filled=backend.new_event(),
-                drained=backend.new_event(),
-                copied=backend.new_event(),
-                check=backend.new_check(),
-            )
-            for index in range(num_slots)
-        )
+        """Allocate the buffers and make their events.
+
+        Args:
+            backend: Of the device.
+            num_slots: Slots that blocks stream through.
+            slot_nbytes: Bytes of each.
+            num_stages: Stages.
+            stage_nbytes: Bytes of each.
+            residents: Bytes of each block that stays, by block number.
+        """
+        slots = tuple(Slot.new(backend, index, slot_nbytes) for index in range(num_slots))
         stages = tuple(
             Stage(
                 index,
@@ -116,21 +137,31 @@ class Pool:
             )
             for index in range(num_stages)
         )
-        return cls(slots, stages)
+        staying = {
+            number: Slot.new(backend, num_slots + number, nbytes, stays=True)
+            for number, nbytes in (residents or {}).items()
+        }
+        return cls(slots, stages, staying)
 
     @property
     def busy(self) -> bool:
         """Whether a block is being computed."""
-        return any(slot.bound for slot in self.slots)
+        return any(slot.bound for slot in (*self.slots, *self.residents.values()))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of all slots and stages that blocks stream through."""
         buffers = [part.buffer for part in self.slots] + [part.buffer for part in self.stages]
         return sum(buffer.nbytes for buffer in buffers)
+
+    @property
+    def residents_nbytes(self) -> int:
+        """Bytes of the blocks that stay and are there."""
+        return sum(slot.buffer.nbytes for slot in self.residents.values())
 
     def release(self) -> None:
         """Let the buffers go; work that is under way keeps its own alive."""
         self.slots = ()
         self.stages = ()
+        self.residents = {}
         self.owner = None

@@ -21,9 +21,18 @@ from dlo_core.errors import ConfigError, DloWarning
 from dlo_core.hooks import offload_of
 from dlo_core.ledger import Allotment, Wish, settle
 from dlo_core.machine import Machine
-from dlo_core.plan import Footprint, Loading, ModelPlan, plan_model, predict, sample_values
+from dlo_core.plan import (
+    Footprint,
+    Loading,
+    ModelPlan,
+    plan_model,
+    plan_residents,
+    predict,
+    sample_values,
+)
 from dlo_core.segment import Segment, SegmentMaker, receive
 from dlo_core.tiers import make_store, make_wish
+from dlo_core.together import do_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -99,12 +108,14 @@ class _Decision:
     Attributes:
         facts: Settings and layouts, which must be the same on every rank.
         digest: Of the layouts.
+        residents: The numbers of the blocks that stay, of each model.
         footprint: The bytes that it takes.
         wish: The host memory that it wants.
     """
 
     facts: dict[str, str]
     digest: bytes
+    residents: tuple[frozenset[int], ...]
     footprint: Footprint
     wish: Wish
 
@@ -208,6 +219,7 @@ class Startup:
             }
             for number, plan in enumerate(plans):
                 facts |= _facts_of(number, plan)
+        residents = plan_residents(plans, self._config)
         digest = hashlib.sha256()
         for plan in plans:
             digest.update(plan.digest())
@@ -220,7 +232,8 @@ class Startup:
             gathers=self.gathers,
             machine=Machine(),
         )
-        return _Decision(facts, digest.digest(), predict(plans, self._config), wish)
+        footprint = predict(plans, self._config, residents)
+        return _Decision(facts, digest.digest(), residents, footprint, wish)
 
     def _build(
         self, made: _Made, plans: Sequence[ModelPlan], decision: _Decision, progress: Progress
@@ -249,10 +262,12 @@ class Startup:
                 problem = made.lock(turn, problem)
                 self._agreement.exchange(None, "page-locking shared memory")
             self._agreement.vote(problem, "loading")
+            assert made.engine is not None
+            what = "loading the resident layers"
+            do_together(self._agreement, what, made.engine.load_residents)
         except BaseException:
             made.discard()
             raise
-        assert made.engine is not None
         # All ranks have read: what one gives back, no other wants any more.
         for plan in plans:
             if plan.checkpoint is not None:
@@ -289,6 +304,7 @@ class Startup:
         made.engine = Engine(
             plans,
             self._config,
+            residents=decision.residents,
             backend=self._backend,
             collective=made.collective,
             store=made.store,

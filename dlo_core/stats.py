@@ -18,6 +18,8 @@ class BlockState(str, Enum):
     """In a slot, or on the way into it."""
     BOUND = "bound"
     """In a slot that the block computes with now."""
+    RESIDENT = "resident"
+    """In a slot of its own, where it stays, or on the way into it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +31,11 @@ class BlockStats:
         state: Where its weights are.
         nbytes: Bytes of the whole block.
         exposed_ms: Milliseconds that the compute stream waited for it in the last pass.
-        transfer_ms: Milliseconds that its last copy and gather took.
+        transfer_ms: Milliseconds that its last copy and gather took; 0 for a resident block that
+            was there when the last pass began.
         overlap: 1 - exposed / transfer, not below 0; None when it did not run in the last pass.
         tier: Kind of host memory of its shard: pinned, shared, mapped or pageable.
+        resident: Whether it stays on the device; its state is ``WAITING`` while it is dropped.
     """
 
     name: str
@@ -41,6 +45,7 @@ class BlockStats:
     transfer_ms: float
     overlap: float | None
     tier: str = "pageable"
+    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class Stats:
     """One offload on this rank.
 
     Attributes:
-        device_bytes: Weight bytes on the device: slots, stages and the resident remainder.
+        device_bytes: Weight bytes on the device: slots, stages, resident blocks and the remainder.
         host_bytes: Bytes of host memory for this rank's shards; memory that the node's ranks share
             counts in whole.
         pinned_bytes: Bytes of host memory that the system locked, of whatever kind.
@@ -65,6 +70,7 @@ class Stats:
         pageable_bytes: Of ``host_bytes``, what is this rank's own and not locked.
         staging_bytes: Of ``host_bytes``, buffers through which the mapped tier goes.
         mapped_bytes: Bytes of shards that stay in the checkpoint's pages; not in ``host_bytes``.
+        resident_bytes: Of ``device_bytes``, resident blocks.
     """
 
     device_bytes: int
@@ -83,6 +89,7 @@ class Stats:
     pageable_bytes: int = 0
     staging_bytes: int = 0
     mapped_bytes: int = 0
+    resident_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from dlo_core.binding import BlockBinding
     from dlo_core.interface import Event
+    from dlo_core.residents import ResidentBlocks
     from dlo_core.slots import Pool, Slot
     from dlo_core.tape import Tape
     from dlo_core.transfer import Transfer
@@ -33,6 +34,7 @@ class Streamer:
         bindings: Sequence[BlockBinding],
         first_block: int,
         tape: Tape,
+        residents: ResidentBlocks,
         transfer: Transfer,
         pool: Pool,
         pass_start: Event,
@@ -45,6 +47,7 @@ class Streamer:
             bindings: One a block.
             first_block: Number of the model's first block among those of the transfer.
             tape: The model's cursor; its block numbers are the transfer's.
+            residents: The blocks that stay, which are not on the tape.
             transfer: Queues fills.
             pool: The slots.
             pass_start: A timing event.
@@ -54,13 +57,16 @@ class Streamer:
         self.bindings = tuple(bindings)
         self.first_block = first_block
         self.tape = tape
+        self.residents = residents
         self.pass_start = pass_start
         self.last_waited: tuple[int, ...] = ()
+        self.last_loaded: frozenset[int] = frozenset()
         self.on_pass: Callable[[], object] | None = None
         self._transfer = transfer
         self._pool = pool
         self._rank = rank
         self._waited: dict[int, None] = {}
+        self._loaded: set[int] = set()
         self._depth = [0] * len(self.names)
         self._closed: str | None = None
 
@@ -111,12 +117,14 @@ class Streamer:
             self.on_pass()
         self._guard(self.tape.begin_pass)
         self._waited = {}
+        self._loaded = set()
         self._transfer.mark(self.pass_start)
 
     @aside
     def end_pass(self) -> None:
         """Close the pass, unless the offload failed: then there is nothing to wait for."""
         self.last_waited = tuple(self._waited)
+        self.last_loaded = frozenset(self._loaded)
         if self._pool.failure is None and self._closed is None:
             self._guard(self.tape.end_pass)
 
@@ -193,6 +201,14 @@ class Streamer:
         """
         self._guard(turn.close)
 
+    def settle(self) -> None:
+        """Block the host until every queued transfer is done.
+
+        Raises:
+            FillError: One went wrong; the offload is closed.
+        """
+        self._guard(self._transfer.settle)
+
     def stand_still(self) -> None:
         """Block the host until nothing reads or writes weights any more; between passes.
 
@@ -201,6 +217,36 @@ class Streamer:
         """
         self._guard(self._transfer.stand_still)
 
+    def load_residents(self) -> None:
+        """Queue the loads of the blocks that stay, where they are not there; between passes.
+
+        Raises:
+            UseError: A rank has not the memory; nothing was loaded.
+            FillError: A load could not be queued; the offload is closed.
+        """
+        self._guard(self.residents.load)
+
+    def reload_residents(self, numbers: Iterable[int]) -> None:
+        """Queue the loads of those of ``numbers`` that stay and are there, with new values.
+
+        Raises:
+            FillError: One could not be queued; the offload is closed.
+        """
+        if self.residents.loaded:
+            mine = self.residents.numbers
+            self._guard(self.residents.reload, [n for n in numbers if n in mine])
+
+    def drop_residents(self) -> None:
+        """Let the memory of the blocks that stay go, once nobody uses it; between passes.
+
+        Raises:
+            FillError: A transfer went wrong; the offload is closed.
+        """
+        if self.residents.loaded:
+            self.settle()
+            self.stand_still()
+            self.residents.drop()
+
     def wait_for(self, slot: Slot, block: int) -> None:
         """Let the current stream wait until ``block`` is in ``slot``.
 
@@ -208,7 +254,10 @@ class Streamer:
             FillError: It did not come; the offload is closed.
         """
         number = self.first_block + block
-        self._guard(self._transfer.acquire, slot, number, block=block, fill=slot.fill)
+        if not slot.stays:
+            self._guard(self._transfer.acquire, slot, number, block=block, fill=slot.fill)
+        elif self._guard(self._transfer.acquire_resident, slot, number, block=block):
+            self._loaded.add(number)
 
     def check(self, slot: Slot, block: int) -> None:
         """Refuse a slot that is known by now to hold other bytes than ``block``'s; never waits.
@@ -238,7 +287,7 @@ class Streamer:
     def _before(self, block: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Slot:
         self._check_grad(args, kwargs)
         number = self.first_block + block
-        slot: Slot = self._guard(self.tape.before, number, block=block)
+        slot: Slot = self._guard(self._find, number, block=block)
         try:
             self.wait_for(slot, block)
             self.check(slot, block)
@@ -250,6 +299,16 @@ class Streamer:
             raise
         self._depth[block] += 1
         self._waited[number] = None
+        return slot
+
+    def _find(self, number: int) -> Slot:
+        """Return the slot that has a block, or will have when the current stream has waited."""
+        slot = self._pool.residents.get(number)
+        if slot is None:
+            return self.tape.before(number)
+        if not self.tape.open:
+            self.tape.begin_pass()
+        slot.bound += 1
         return slot
 
     @aside

@@ -116,20 +116,30 @@ class Tape:
     """The cursor of one model over its endless tape of fills."""
 
     def __init__(
-        self, order: Sequence[int], pool: Pool, filler: Filler, *, agree: Agree, name: str = ""
+        self,
+        order: Sequence[int],
+        pool: Pool,
+        filler: Filler,
+        *,
+        agree: Agree,
+        load: Callable[[], object] = lambda: None,
+        name: str = "",
     ) -> None:
         """Start before fill 0 with nothing held.
 
         Args:
-            order: Block numbers in ring order; a block that runs twice stands twice.
+            order: Block numbers in ring order; a block that runs twice stands twice. Empty where
+                all blocks stay.
             pool: Slots, shared with other tapes.
             filler: Queues the fills.
             agree: Exchanges the run lists when the first pass ends.
+            load: Called when a pass begins: loads those blocks that stay and are not there.
             name: Of the model, for ``repr``.
         """
         self._pool = pool
         self._filler = filler
         self._agree = agree
+        self._load = load
         self._name = name
         self._calls: list[int] | None = []
         self._all_blocks = frozenset(order)
@@ -179,6 +189,7 @@ class Tape:
             self.end_pass()
         if self._pool.owner is not self:
             self._take_over()
+        self._load()
         self.open = True
 
     def _take_over(self) -> None:
@@ -253,7 +264,8 @@ class Tape:
         """Close the pass: make the fills that the forward did not ask for, and prefetch."""
         self.open = False
         self.num_passes += 1
-        self.base += self.n * max(1, -(-(self.pos - self.base) // self.n))
+        if self.n:
+            self.base += self.n * max(1, -(-(self.pos - self.base) // self.n))
         if self._filler.gathers:
             self._issue_to(self.base)
         else:

@@ -53,11 +53,13 @@ def _spans(engine: Engine, streamer: Streamer) -> Iterator[Span]:
     for local, name in enumerate(streamer.names):
         number = streamer.first_block + local
         times = engine.blocks[number].times
-        lanes = [("copy", times.copy_start, times.copy_end)]
-        if engine.transfer.gathers:
+        moved = number in streamer.last_loaded or number not in engine.pool.residents
+        lanes = [("copy", times.copy_start, times.copy_end)] if moved else []
+        if moved and engine.transfer.gathers:
             lanes.append(("gather", times.gather_start, times.gather_end))
         if number in streamer.last_waited:
-            lanes.append(("wait", times.wait_start, times.wait_end))
+            if moved:
+                lanes.append(("wait", times.wait_start, times.wait_end))
             lanes.append(("compute", times.wait_end, times.compute_end))
         for lane, start, end in lanes:
             begin, length = _elapsed(origin, start), _elapsed(start, end)
@@ -68,8 +70,11 @@ def _spans(engine: Engine, streamer: Streamer) -> Iterator[Span]:
 def collect_stats(engine: Engine) -> Stats:
     """Return the statistics of ``engine`` on this rank."""
     ran = {number for streamer in engine.streamers for number in streamer.last_waited}
+    loaded = {number for streamer in engine.streamers for number in streamer.last_loaded}
+    still = engine.pool.residents.keys() - loaded
     blocks = tuple(
-        _block_stats(engine, number, number in ran) for number in range(len(engine.layouts))
+        _block_stats(engine, number, number in ran, moved=number not in still)
+        for number in range(len(engine.layouts))
     )
     exposed_ms = sum(blocks[number].exposed_ms for number in ran)
     moved_ms = sum(blocks[number].transfer_ms for number in ran)
@@ -83,6 +88,7 @@ def collect_stats(engine: Engine) -> Stats:
         pageable_bytes=host.pageable,
         staging_bytes=host.staging,
         mapped_bytes=host.mapped,
+        resident_bytes=engine.pool.residents_nbytes,
         passes=sum(tape.num_passes for tape in tapes),
         fills=sum(tape.num_fills for tape in tapes),
         skipped_fills=sum(tape.num_skipped for tape in tapes),
@@ -95,14 +101,21 @@ def collect_stats(engine: Engine) -> Stats:
     )
 
 
-def _block_stats(engine: Engine, number: int, ran: bool) -> BlockStats:
+def _block_stats(engine: Engine, number: int, ran: bool, *, moved: bool) -> BlockStats:
     times, layout = engine.blocks[number].times, engine.layouts[number]
-    exposed = (_elapsed(times.wait_start, times.wait_end) or 0.0) if ran else 0.0
-    moved = _moved_ms(engine, number)
-    overlap = _overlap(exposed, moved) if ran else None
-    tier = engine.store.tiers[number]
-    state = _state(engine, number)
-    return BlockStats(layout.name, state, layout.nbytes, exposed, moved, overlap, tier)
+    waited = ran and moved
+    exposed_ms = (_elapsed(times.wait_start, times.wait_end) or 0.0) if waited else 0.0
+    moved_ms = _moved_ms(engine, number) if moved else 0.0
+    return BlockStats(
+        name=layout.name,
+        state=_state(engine, number),
+        nbytes=layout.nbytes,
+        exposed_ms=exposed_ms,
+        transfer_ms=moved_ms,
+        overlap=_overlap(exposed_ms, moved_ms) if ran else None,
+        tier=engine.store.tiers[number],
+        resident=number in engine.pool.residents,
+    )
 
 
 def _overlap(exposed_ms: float, moved_ms: float) -> float | None:
@@ -117,6 +130,10 @@ def _moved_ms(engine: Engine, number: int) -> float:
 
 
 def _state(engine: Engine, number: int) -> BlockState:
+    mine = engine.pool.residents.get(number)
+    if mine is not None:
+        there = BlockState.RESIDENT if mine.buffer.nbytes else BlockState.WAITING
+        return BlockState.BOUND if mine.bound else there
     state = BlockState.WAITING
     for slot in engine.pool.slots:
         if slot.tape is not None and slot.tape.block(slot.fill) == number:

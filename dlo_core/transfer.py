@@ -10,6 +10,10 @@ are there) and *drained* (nobody reads them any more). They order everything:
 
 A compute stream that reads a fill which another one has read waits for that one's slot.drained.
 
+A block that stays is loaded by the same steps into a slot of its own, between two passes. Its
+memory may be what a computation used last, so the load first records slot.drained on the current
+stream. Nothing writes the slot while it is read, so each stream waits for slot.filled once a load.
+
 A feed may queue the copy later, in a thread of its own; then the host catches up with it before it
 lets anything wait for the event behind the copy. See [Note: staging] in ``staging.py``.
 
@@ -163,6 +167,33 @@ class Transfer(ABC):
     def forget_staged(self) -> None:  # noqa: B027 - nothing to do by default
         """Forget copies that wait in a stage for their gather."""
 
+    def load(self, slot: Slot, block: int) -> None:
+        """Queue all steps that bring ``block`` into the slot in which it stays."""
+        # See [Note: two events].
+        slot.reader = None
+        self._backend.current_stream().record_event(slot.drained)
+        self._bring(slot, block)
+
+    @abstractmethod
+    def _bring(self, slot: Slot, block: int) -> None:
+        """Queue all steps that bring ``block`` into ``slot`` without a stage."""
+
+    def acquire_resident(self, slot: Slot, block: int) -> bool:
+        """Let the current stream wait until a block that stays is there.
+
+        Returns:
+            Whether it waits: the first time after a load.
+        """
+        # See [Note: two events].
+        stream, times = self._backend.current_stream(), self._blocks[block].times
+        stream.record_event(times.wait_start)
+        waits = slot.reader is None or slot.reader != stream
+        if waits:
+            self._feed.catch_up(slot.filled)
+            stream.wait_event(slot.filled)
+        stream.record_event(times.wait_end)
+        return waits
+
     def acquire(self, slot: Slot, block: int) -> None:
         """Let the current stream wait until ``slot`` is filled."""
         self._feed.catch_up(slot.filled)
@@ -226,6 +257,9 @@ class LocalTransfer(Transfer):
 
     def fill(self, slot: Slot, block: int, fill: int) -> None:
         """Queue the copy."""
+        self._bring(slot, block)
+
+    def _bring(self, slot: Slot, block: int) -> None:
         self._send(block, slot.filled, partial(self._fill_copy, block, slot))
 
     def _fill_copy(self, block: int, slot: Slot, parts: Sequence[Part]) -> None:
@@ -277,6 +311,29 @@ class GatheringTransfer(Transfer):
 
     def _streams(self) -> tuple[Stream, ...]:
         return (self._copy_stream, self._comm_stream)
+
+    def _bring(self, slot: Slot, block: int) -> None:
+        """Queue the copy of this rank's shard into its own part of the slot, and the gather."""
+        plan = self._blocks[block].plan
+        rank = self._collective.rank
+        part = slot.buffer[rank * plan.nbytes : (rank + 1) * plan.nbytes]
+        self._send(block, slot.copied, partial(self._part_copy, block, slot, part))
+        self._feed.catch_up(slot.copied)
+        # See [Note: two events].
+        with self._backend.stream(self._comm_stream):
+            self._comm_stream.wait_event(slot.copied)
+            self._gather(slot, block, part)
+            self._finish(slot, block)
+            self._comm_stream.record_event(slot.filled)
+
+    def _part_copy(self, block: int, slot: Slot, part: torch.Tensor, parts: Sequence[Part]) -> None:
+        # See [Note: two events]. Two streams write the slot here, so a fill that nobody computed
+        # (a skipped block) is ordered before this copy by slot.filled and not by slot.drained.
+        with self._backend.stream(self._copy_stream):
+            self._copy_stream.wait_event(slot.filled)
+            self._copy_stream.wait_event(slot.drained)
+            self._copy(block, part, parts)
+            self._copy_stream.record_event(slot.copied)
 
     def _gather(self, slot: Slot, block: int, shard: torch.Tensor) -> None:
         """Queue the gather into ``slot``, with its timing events."""
@@ -344,26 +401,7 @@ class InPlaceTransfer(GatheringTransfer):
 
     def fill(self, slot: Slot, block: int, fill: int) -> None:
         """Queue the copy and the gather."""
-        plan = self._blocks[block].plan
-        rank = self._collective.rank
-        part = slot.buffer[rank * plan.nbytes : (rank + 1) * plan.nbytes]
-        self._send(block, slot.copied, partial(self._part_copy, block, slot, part))
-        self._feed.catch_up(slot.copied)
-        # See [Note: two events].
-        with self._backend.stream(self._comm_stream):
-            self._comm_stream.wait_event(slot.copied)
-            self._gather(slot, block, part)
-            self._finish(slot, block)
-            self._comm_stream.record_event(slot.filled)
-
-    def _part_copy(self, block: int, slot: Slot, part: torch.Tensor, parts: Sequence[Part]) -> None:
-        # See [Note: two events]. Two streams write the slot here, so a fill that nobody computed
-        # (a skipped block) is ordered before this copy by slot.filled and not by slot.drained.
-        with self._backend.stream(self._copy_stream):
-            self._copy_stream.wait_event(slot.filled)
-            self._copy_stream.wait_event(slot.drained)
-            self._copy(block, part, parts)
-            self._copy_stream.record_event(slot.copied)
+        self._bring(slot, block)
 
 
 def expected_trailers(digest: bytes, block: int, size: int) -> torch.Tensor:

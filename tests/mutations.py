@@ -10,9 +10,13 @@ from dataclasses import dataclass
 
 from dlo_core import transfer
 
-__all__ = ["ORDERING", "Site", "mutant", "sites"]
+__all__ = ["ORDERING", "RESIDENTS", "REUSED_MEMORY", "WAIT_ON_RESIDENT", "Site", "mutant", "sites"]
 
 ORDERING = ("wait_event", "record_event")
+WAIT_ON_RESIDENT = "Transfer.acquire_resident: stream.wait_event(slot.filled)"
+REUSED_MEMORY = "Transfer.load: self._backend.current_stream().record_event(slot.drained)"
+# What orders the blocks that stay; test_residents.py shows the need of both.
+RESIDENTS = (WAIT_ON_RESIDENT, REUSED_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)

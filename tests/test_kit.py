@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from mutations import mutant, sites
+from mutations import REUSED_MEMORY, mutant, sites
 from torch import nn
 from toys import TOYS, AwkwardBlock, OrderedToy, Toy, WideBlock, inputs, make_toy, twin
 
@@ -60,12 +60,15 @@ class Run:
         depth: int = 2,
         build: Callable[[], nn.Module] = lambda: make_toy(5),
         several_streams: bool = False,
+        residents: int = 0,
     ) -> None:
         self._several_streams = several_streams
         self.world = World(ranks, mode, seed)
         self.recorders = [Recorder() for _ in range(ranks)]
         self.host_syncs: list[list[str]] = []
         self._settings: dict[str, Any] = {"stages": stages, "depth": depth}
+        if residents:
+            self._settings |= {"resident_layers": residents, "resident_scope": "stage"}
         self._build = build
 
     def __call__(self) -> Run:
@@ -91,6 +94,8 @@ class Run:
                 with backend.stream(stream):
                     got = model(x, skip=skip)
                 assert torch.equal(got, resident(x, skip=skip)), number
+                if number == 1 and "resident_layers" in self._settings:
+                    offloaded.offload_resident_layers()
         syncs = list(backend.host_syncs)
         offloaded.shutdown()
         return syncs
@@ -115,6 +120,15 @@ def test_the_engine_as_it_is_has_no_race_and_no_host_sync(
         assert all(recorder.num_accesses > 100 for recorder in run.recorders)
         # Skips differ from rank to rank, the collectives do not.
         assert all(order == run.world.collectives[0] for order in run.world.collectives)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 2), (2, 2), (2, 0)])
+@pytest.mark.parametrize("mode", MODES)
+def test_blocks_that_stay_and_are_dropped_have_no_race(mode: str, ranks: int, stages: int) -> None:
+    run = Run(ranks=ranks, stages=stages, mode=mode, residents=2)()
+    assert run.races == []
+    names = {access.buffer for access in run.recorders[0].log}
+    assert {"resident 1", "resident 3"} <= names
 
 
 def test_forwards_on_several_compute_streams_have_no_race() -> None:
@@ -154,9 +168,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType) -> None:
 
 def runs_for(owner: str) -> list[Run]:
     """Return the runs that go through a class of ``transfer.py``."""
-    ways = {"LocalTransfer": (1, 2), "StagedTransfer": (2, 2), "InPlaceTransfer": (2, 0)}
+    ways = {"LocalTransfer": (1, 2), "StagedTransfer": (2, 2), "GatheringTransfer": (2, 0)}
     ranks, stages = ways.get(owner.partition(".")[0], (1, 2))
     runs = [Run(ranks=ranks, stages=stages, mode=mode) for mode in MODES]
+    runs.append(Run(ranks=ranks, stages=stages, residents=2))
     return [*runs, Run(build=lambda: make_toy(3), several_streams=True)]
 
 
@@ -174,7 +189,7 @@ def caught_by(runs: list[Run]) -> set[str]:
     return found
 
 
-ORDERING = [site for site in sites() if not site.timing_only]
+ORDERING = [site for site in sites() if not site.timing_only and str(site) != REUSED_MEMORY]
 
 
 @pytest.mark.parametrize("site", ORDERING, ids=str)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from mutations import mutant, sites
+from mutations import RESIDENTS, mutant, sites
 from toys import TOYS, inputs, make_toy, twin
 
 import dlo_core as dlo
@@ -183,7 +183,7 @@ MISSING = {
     ),
     "no wait on drained, in place": (
         IN_PLACE,
-        "InPlaceTransfer._part_copy: self._copy_stream.wait_event(slot.drained)",
+        "GatheringTransfer._part_copy: self._copy_stream.wait_event(slot.drained)",
     ),
     "drained not recorded": (STAGED, "Transfer.release: stream.record_event(slot.drained)"),
     "no wait on filled": (STAGED, "Transfer.acquire: stream.wait_event(slot.filled)"),
@@ -193,7 +193,7 @@ MISSING = {
     ),
     "no wait on the copy, in place": (
         IN_PLACE,
-        "InPlaceTransfer.fill: self._comm_stream.wait_event(slot.copied)",
+        "GatheringTransfer._bring: self._comm_stream.wait_event(slot.copied)",
     ),
 }
 # All blocks, so that no rank waits in vain for one whose fault was noticed.
@@ -223,7 +223,7 @@ GATHERING = [
     for site in sites()
     if not site.timing_only
     and not site.owner.startswith("LocalTransfer")
-    and str(site) != SEVERAL_COMPUTE_STREAMS
+    and str(site) not in (SEVERAL_COMPUTE_STREAMS, *RESIDENTS)
 ]
 
 
@@ -233,7 +233,7 @@ def test_no_wait_or_record_is_gone_without_a_race(
     site: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, site)
-    stages = IN_PLACE if site.startswith("InPlaceTransfer") else STAGED
+    stages = IN_PLACE if site.startswith("GatheringTransfer") else STAGED
     skips: list[list[Sequence[int]]] = [[(), (0, 1, 2, 3, 4), ()], [()] * 3]
     runs = modes(stages=stages, skips=skips)
     assert any("race" in rank.found for rank in itertools.chain(*run_all(runs)))

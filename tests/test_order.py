@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from mutations import RESIDENTS
 from torch import nn
 from toys import twin
 
@@ -309,27 +310,31 @@ NEEDED: dict[str, tuple[str, Early, Calls]] = {
         (COMM,),
         WHOLE,
     ),
-    "InPlaceTransfer._part_copy: self._copy_stream.wait_event(slot.filled)": (
+    "GatheringTransfer._part_copy: self._copy_stream.wait_event(slot.filled)": (
         IN_PLACE,
         (COPY,),
         SKIPPING,
     ),
-    "InPlaceTransfer._part_copy: self._copy_stream.wait_event(slot.drained)": (
+    "GatheringTransfer._part_copy: self._copy_stream.wait_event(slot.drained)": (
         IN_PLACE,
         (COPY, COMM),
         WHOLE,
     ),
-    "InPlaceTransfer._part_copy: self._copy_stream.record_event(slot.copied)": (
+    "GatheringTransfer._part_copy: self._copy_stream.record_event(slot.copied)": (
         IN_PLACE,
         (COMM,),
         WHOLE,
     ),
-    "InPlaceTransfer.fill: self._comm_stream.wait_event(slot.copied)": (
+    "GatheringTransfer._bring: self._comm_stream.wait_event(slot.copied)": (
         IN_PLACE,
         (COMM,),
         WHOLE,
     ),
-    "InPlaceTransfer.fill: self._comm_stream.record_event(slot.filled)": (IN_PLACE, LATE, WHOLE),
+    "GatheringTransfer._bring: self._comm_stream.record_event(slot.filled)": (
+        IN_PLACE,
+        LATE,
+        WHOLE,
+    ),
 }
 
 
@@ -378,7 +383,7 @@ def edited(without: str | None) -> tuple[types.ModuleType, list[str]]:
 
 def test_every_wait_and_record_that_orders_data_has_its_case() -> None:
     found = edited(None)[1]
-    assert sorted(found) == sorted([*NEEDED, SEVERAL_COMPUTE_STREAMS])
+    assert sorted(found) == sorted([*NEEDED, *RESIDENTS, SEVERAL_COMPUTE_STREAMS])
     calls = [
         node.func.attr
         for node in ast.walk(ast.parse(inspect.getsource(dlo_core.transfer)))

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlo_core.errors import ConfigError
-from dlo_core.planner import Simulation, resident_positions, simulate
+from dlo_core.planner import Simulation, simulate
+from dlo_core.residency import resident_positions
 
 GB = 1_000_000_000
 IN_PLACE: dict[str, Any] = {"stages": 0}

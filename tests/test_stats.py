@@ -291,7 +291,7 @@ def test_states_follow_the_blocks_through_the_slots() -> None:
 
 
 def test_states_are_strings_for_json() -> None:
-    assert [state.value for state in BlockState] == ["waiting", "filled", "bound"]
+    assert [state.value for state in BlockState] == ["waiting", "filled", "bound", "resident"]
     assert isinstance(BlockState.BOUND, str)
 
 

@@ -30,6 +30,8 @@ _MISSING = {
     ("slot", "write", "read"): "slot.filled",
     ("slot", "read", "write"): "slot.drained",
     ("slot", "write", "write"): "slot.filled or slot.copied",
+    ("resident", "write", "read"): "slot.filled",
+    ("resident", "read", "write"): "slot.drained",
     ("stage", "write", "read"): "stage.filled",
     ("stage", "read", "write"): "stage.drained",
     ("stage", "write", "write"): "stage.drained",
@@ -156,8 +158,18 @@ class Recorder:
         for write, tensors in ((False, reads), (True, writes)):
             for tensor in tensors:
                 storage = storage_of(tensor)
+                if storage not in self._buffers:
+                    self._look_among_residents(storage)
                 if storage in self._buffers and tensor.numel():
                     self._note(self._access(op, timeline, tensor, write, stamp), storage)
+
+    def _look_among_residents(self, storage: int) -> None:
+        """Name the buffer of a block that stays, which may be loaded anew."""
+        engine = None if self._offload is None else self._offload.engine
+        residents = {} if engine is None else engine.pool.residents
+        for number, slot in residents.items():
+            if slot.buffer.nbytes and storage_of(slot.buffer) == storage:
+                self._buffers[storage] = (f"resident {number}", slot)
 
     def _access(
         self, op: str, timeline: str, tensor: torch.Tensor, write: bool, stamp: Stamp
