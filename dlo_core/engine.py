@@ -11,11 +11,13 @@ import torch
 from dlo_core.agreement import LoneAgreement
 from dlo_core.attributes import find_attributes
 from dlo_core.binding import BlockBinding
+from dlo_core.coder import codec_of
 from dlo_core.errors import UseError
 from dlo_core.hooks import Hooks
 from dlo_core.layout import BlockLayout
-from dlo_core.loader import count_shard_nbytes, load_blocks, load_shards
-from dlo_core.plan import plan_ring
+from dlo_core.loader import count_shard_nbytes, load_blocks, load_packed, load_shards
+from dlo_core.packed_store import PackedStore
+from dlo_core.plan import decoded_nbytes, plan_ring
 from dlo_core.progress import LoadProgress, reporting
 from dlo_core.readback import ReadBack
 from dlo_core.refresh import new_tensors, spec_of
@@ -30,8 +32,10 @@ from dlo_core.streamer import Streamer
 from dlo_core.tape import FirstPass, Tape, agreed
 from dlo_core.transfer import (
     BlockTimes,
+    DecodedHome,
     InPlaceTransfer,
     LocalTransfer,
+    PackedUnpack,
     RawUnpack,
     StagedTransfer,
     Transfer,
@@ -120,6 +124,17 @@ class Engine:
         rank = self.collective.rank
         total = count_shard_nbytes(self.plans, rank) if self.store.reads else 0
         with reporting(progress, total) as report:
+            if isinstance(self.store, PackedStore):
+                load_packed(
+                    self.plans,
+                    self.store,
+                    rank=rank,
+                    digest=digest,
+                    report=report,
+                    remainders=hosts,
+                    threads=self._load_threads,
+                )
+                return
             load_shards(
                 self.plans,
                 self.store,
@@ -140,6 +155,7 @@ class Engine:
             num_stages=ring.num_stages,
             stage_nbytes=ring.stage_nbytes,
             residents={n: self.shards[n].padded_nbytes for n in self._resident_numbers()},
+            decoded_nbytes=decoded_nbytes(self.plans),
         )
 
     def _resident_numbers(self) -> list[int]:
@@ -168,16 +184,20 @@ class Engine:
         return made
 
     def _make_transfer(self, config: OffloadConfig) -> Transfer:
+        packed = self.pool.decoded is not None
+        home = DecodedHome(self.pool, codec_of(self._backend)) if packed else None
+        feed = self.store.feed()
         if self.collective.size == 1:
-            return LocalTransfer(self._backend, self.pool, self.blocks, feed=self.store.feed())
+            return LocalTransfer(self._backend, self.pool, self.blocks, home=home, feed=feed)
         kind = StagedTransfer if config.stages else InPlaceTransfer
         return kind(
             self._backend,
             self.pool,
             self.blocks,
             collective=self.collective,
-            unpack=RawUnpack(self._backend),
-            feed=self.store.feed(),
+            unpack=PackedUnpack() if packed else RawUnpack(self._backend),
+            home=home,
+            feed=feed,
         )
 
     def prepare(self, agreement: Agreement) -> None:
@@ -421,7 +441,7 @@ class Engine:
         block = number - streamer.first_block
         streamer.wait_for(slot, block)
         run = torch.empty(self.layouts[number].nbytes, dtype=torch.uint8, device="cpu")
-        self._backend.copy(run, slot.buffer[: run.nbytes])
+        self._backend.copy(run, self.transfer.home(slot).buffer[: run.nbytes])
         self._backend.current_stream().synchronize()
         # The comparison of the trailers is done by now.
         streamer.check(slot, block)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
 
+from dlo_core.packed_cut import PackedCut, packed_tensors
 from dlo_core.rawbytes import bytes_of
 from dlo_core.reading import Work, default_threads, memory_of
 from dlo_core.shard import TRAILER_NBYTES, trailer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from dlo_core.coder import Coder
     from dlo_core.host import HostStore
     from dlo_core.layout import BlockLayout
+    from dlo_core.packed_store import PackedStore
     from dlo_core.plan import ModelPlan
     from dlo_core.progress import Report
     from dlo_core.shard import Piece
     from dlo_core.source import Source
 
-__all__ = ["count_shard_nbytes", "load_blocks", "load_shards"]
+__all__ = ["count_shard_nbytes", "load_blocks", "load_packed", "load_shards", "measure_packed"]
 
 
 def count_shard_nbytes(plans: Sequence[ModelPlan], rank: int) -> int:
@@ -83,6 +87,82 @@ def load_shards(
         work.join(whole)
         work.run(report, threads=default_threads() if threads is None else threads)
     report.finish()
+
+
+def measure_packed(
+    plans: Sequence[ModelPlan], coder: Coder, *, rank: int, threads: int | None = None
+) -> list[int]:
+    """Read all blocks once and return the bytes that this rank's part of each takes packed.
+
+    Args:
+        plans: The models, whose blocks are cut to be packed.
+        coder: Counts.
+        rank: In the shard group.
+        threads: As in ``load_shards``.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+    """
+    sizes = []
+    for _, layout, cut, run in _packed_runs(plans, rank, threads):
+        sizes.append(coder.measure(run, packed_tensors(layout, cut, rank)))
+    return sizes
+
+
+def load_packed(
+    plans: Sequence[ModelPlan],
+    store: PackedStore,
+    *,
+    rank: int,
+    digest: bytes,
+    report: Report,
+    remainders: Sequence[torch.Tensor] = (),
+    threads: int | None = None,
+) -> None:
+    """Read all blocks and pack them into ``store``, one after the other.
+
+    Args:
+        plans: As in ``load_shards``.
+        store: Takes one part of a block at a time; ranks that share it take turns.
+        rank: As in ``load_shards``.
+        digest: As in ``load_shards``.
+        report: As in ``load_shards``.
+        remainders: As in ``load_shards``.
+        threads: As in ``load_shards``.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+        DloError: They do not come out as they went in.
+    """
+    for number, _, cut, run in _packed_runs(plans, rank, threads, store.part):
+        store.pack(number, run)
+        if cut.size > 1:
+            store.seal(number, trailer(digest, number, rank))
+        report.add(sum(piece.stop - piece.start for piece in cut.pieces(rank)))
+    work = Work()
+    for plan, run in zip(plans, remainders, strict=False):
+        _add_layout(work, plan.remainder, plan.sources, run)
+    work.run(threads=default_threads() if threads is None else threads)
+    report.finish()
+
+
+def _packed_runs(
+    plans: Sequence[ModelPlan], rank: int, threads: int | None, part: tuple[int, int] = (0, 1)
+) -> Iterator[tuple[int, BlockLayout, PackedCut, torch.Tensor]]:
+    """Yield each block's number, layout, cut, and this rank's part of its run, read anew."""
+    rows = [row for plan in plans for row in zip(repeat(plan), plan.layouts, plan.shards)]
+    largest = max(cut.part_nbytes for _, _, cut in rows if isinstance(cut, PackedCut))
+    memory = torch.empty(largest, dtype=torch.uint8, device="cpu")
+    for number, (plan, layout, cut) in enumerate(rows):
+        if number % part[1] != part[0]:
+            continue
+        assert isinstance(cut, PackedCut)
+        run = memory[: cut.part_nbytes].zero_()
+        work = Work()
+        for piece in cut.pieces(rank):
+            _add_piece(work, layout, piece, plan.sources, memory_of(run))
+        work.run(threads=default_threads() if threads is None else threads)
+        yield number, layout, cut, run
 
 
 def load_blocks(

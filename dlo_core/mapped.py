@@ -20,7 +20,7 @@ import torch
 from dlo_core.errors import CheckpointError, ConfigError
 from dlo_core.host import HostBytes, HostStore, register_ranges
 from dlo_core.rawbytes import move_bytes
-from dlo_core.shard import TRAILER_NBYTES, trailer
+from dlo_core.shard import TRAILER_NBYTES, ShardPlan, trailer
 from dlo_core.source import StoredTensor
 from dlo_core.staging import StagingFeed
 from dlo_core.worker import Worker
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dlo_core.interface import HostBuffer, PinnedAllocator, Registration
     from dlo_core.layout import BlockLayout
     from dlo_core.plan import ModelPlan
-    from dlo_core.shard import Piece, ShardPlan
+    from dlo_core.shard import Piece
 
 __all__ = ["PageReader", "PagesStore", "StagedStore", "why_not_mapped"]
 
@@ -66,6 +66,7 @@ class _Shards:
             (plan, layout, cut)
             for plan in plans
             for layout, cut in zip(plan.layouts, plan.shards, strict=True)
+            if isinstance(cut, ShardPlan)
         ]
         self.sizes = [cut.nbytes for _, _, cut in self.rows]
         self._rank = rank

@@ -162,7 +162,7 @@ class ReadBack:
         run = None
         if receive:
             run = empty_host_run(self.layout(number).nbytes)
-            self._backend.copy(run, slot.buffer[: run.nbytes])
+            self._backend.copy(run, self._transfer.home(slot).buffer[: run.nbytes])
             self._backend.current_stream().synchronize()
         # Where the rank waited, the comparison of the trailers is done by now.
         self._streamer.check(slot, block)

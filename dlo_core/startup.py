@@ -7,6 +7,7 @@ import os
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,13 +15,16 @@ from torch import nn
 from dlo_core._version import __version__
 from dlo_core.agreement import agree_on
 from dlo_core.binding import Placeholder
+from dlo_core.coder import Coder
 from dlo_core.collective import LoneCollective, release_group
 from dlo_core.compatibility import check_parallel
 from dlo_core.engine import Engine
 from dlo_core.errors import ConfigError, DloWarning
 from dlo_core.hooks import offload_of
 from dlo_core.ledger import Allotment, Wish, settle
+from dlo_core.loader import measure_packed
 from dlo_core.machine import Machine
+from dlo_core.packed_cut import PackedCut
 from dlo_core.plan import (
     Footprint,
     Loading,
@@ -106,14 +110,12 @@ class _Decision:
     """What one rank plans.
 
     Attributes:
-        facts: Settings and layouts, which must be the same on every rank.
         digest: Of the layouts.
         residents: The numbers of the blocks that stay, of each model.
         footprint: The bytes that it takes.
         wish: The host memory that it wants.
     """
 
-    facts: dict[str, str]
     digest: bytes
     residents: tuple[frozenset[int], ...]
     footprint: Footprint
@@ -153,19 +155,26 @@ class Startup:
         plans: list[ModelPlan] = []
         decision: _Decision | None = None
         made: _Made | None = None
+        facts: dict[str, str] = {}
         try:
             if problem is None:
                 self._plan(request, plans)
-                decision = self._decide(plans)
+                facts = self._facts(plans)
+                if not self._config.packed:
+                    decision = self._decide(plans)
                 made = _Made()
         # Every rank must hear of it, whatever it is.
         except BaseException as error:
             problem = error
         try:
             self._agreement.vote(problem, "offload()")
-            assert decision is not None
             assert made is not None
-            agree_on(self._agreement, decision.facts, "offload()")
+            agree_on(self._agreement, facts, "offload()")
+            if decision is None:
+                # Their sizes are in the weights, so all ranks must have the same weights by now.
+                plans[:] = self._measure(plans)
+                decide = partial(self._decide, plans)
+                decision = do_together(self._agreement, "offload()", decide)
             return self._build(made, plans, decision, request.progress)
         except BaseException:
             for plan in plans:
@@ -207,8 +216,8 @@ class Startup:
                 )
             )
 
-    def _decide(self, plans: Sequence[ModelPlan]) -> _Decision:
-        """Return what the plans come to; in rank-local mode only the mode must be the same."""
+    def _facts(self, plans: Sequence[ModelPlan]) -> dict[str, str]:
+        """Return what must be the same on every rank; in rank-local mode only the mode."""
         facts = {"dlo": __version__, "use_allgather": str(self._config.use_allgather)}
         if self.gathers:
             facts["device"] = self._backend.name
@@ -219,6 +228,31 @@ class Startup:
             }
             for number, plan in enumerate(plans):
                 facts |= _facts_of(number, plan)
+        return facts
+
+    def _measure(self, plans: Sequence[ModelPlan]) -> list[ModelPlan]:
+        """Return the plans with the packed sizes, which the ranks tell each other."""
+        coder = Coder(self._backend, verify=False)
+        rank = self._agreement.rank if self.gathers else 0
+        count = partial(measure_packed, plans, coder, rank=rank, threads=self._config.load_threads)
+        try:
+            mine = do_together(self._agreement, "packing", count)
+        finally:
+            coder.release()
+        told = self._agreement.exchange(mine, "the packed sizes") if self.gathers else [mine]
+        sizes = iter([max(each) for each in zip(*told, strict=True)])
+        return [
+            replace(
+                plan,
+                shards=tuple(
+                    cut.measured(next(sizes)) for cut in plan.shards if isinstance(cut, PackedCut)
+                ),
+            )
+            for plan in plans
+        ]
+
+    def _decide(self, plans: Sequence[ModelPlan]) -> _Decision:
+        """Return what the plans come to."""
         residents = plan_residents(plans, self._config)
         digest = hashlib.sha256()
         for plan in plans:
@@ -233,7 +267,7 @@ class Startup:
             machine=Machine(),
         )
         footprint = predict(plans, self._config, residents)
-        return _Decision(facts, digest.digest(), residents, footprint, wish)
+        return _Decision(digest.digest(), residents, footprint, wish)
 
     def _build(
         self, made: _Made, plans: Sequence[ModelPlan], decision: _Decision, progress: Progress

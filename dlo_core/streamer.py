@@ -293,7 +293,7 @@ class Streamer:
             self.check(slot, block)
             # A block that calls itself is bound already.
             if not self._depth[block]:
-                self.bindings[block].bind(slot)
+                self.bindings[block].bind(self._transfer.home(slot))
         except BaseException:
             self.tape.after(slot)
             raise
@@ -316,7 +316,7 @@ class Streamer:
         self._depth[block] -= 1
         try:
             if not self._depth[block]:
-                self.bindings[block].unbind(slot, raised=raised)
+                self.bindings[block].unbind(self._transfer.home(slot), raised=raised)
         finally:
             self.tape.after(slot)
             # Shut down from inside of the block: nothing is left to be ordered.

@@ -7,10 +7,13 @@ import os
 import warnings
 from typing import TYPE_CHECKING
 
+from dlo_core.coder import Coder
 from dlo_core.errors import ConfigError, DloWarning, HostMemoryError
 from dlo_core.host import HostStore, PrivateStore, SharedStore
 from dlo_core.ledger import Wish, spread
 from dlo_core.mapped import PagesStore, StagedStore, why_not_mapped
+from dlo_core.packed_cut import PackedCut
+from dlo_core.packed_store import PackedStore
 from dlo_core.pages import PageableAllocator
 from dlo_core.plan import sample_values
 
@@ -61,7 +64,7 @@ def make_wish(
         ConfigError: The tier that was given by name cannot be had.
     """
     sizes = tuple(shard.nbytes for plan in plans for shard in plan.shards)
-    tiers = _tiers(config.host, backend.capabilities, plans, gathers=gathers)
+    tiers = _tiers(config, backend.capabilities, plans, gathers=gathers)
     return Wish(
         rank=rank,
         node=machine.node,
@@ -87,7 +90,7 @@ def make_store(
     digest: bytes,
     segment: Segment | None,
 ) -> HostStore:
-    """Return the store that was settled.
+    """Return the store that was settled, which packs what it is given where shards are packed.
 
     Args:
         allotment: What was settled.
@@ -101,6 +104,31 @@ def make_store(
     Raises:
         HostMemoryError: The memory cannot be had after all; nothing is kept.
     """
+    store = _make_store(
+        allotment, config, backend, plans, rank=rank, digest=digest, segment=segment
+    )
+    if not config.packed:
+        return store
+    return PackedStore(
+        store,
+        Coder(backend, verify=config.verify_packed),
+        [layout for plan in plans for layout in plan.layouts],
+        [cut for plan in plans for cut in plan.shards if isinstance(cut, PackedCut)],
+        backend=backend,
+        rank=rank,
+    )
+
+
+def _make_store(
+    allotment: Allotment,
+    config: OffloadConfig,
+    backend: Backend,
+    plans: Sequence[ModelPlan],
+    *,
+    rank: int,
+    digest: bytes,
+    segment: Segment | None,
+) -> HostStore:
     sizes = [shard.nbytes for plan in plans for shard in plan.shards]
     if allotment.tier == "shared":
         assert segment is not None
@@ -175,9 +203,15 @@ def _mapped_store(
 
 
 def _tiers(
-    host: str | None, capabilities: Capabilities, plans: Sequence[ModelPlan], *, gathers: bool
+    config: OffloadConfig, capabilities: Capabilities, plans: Sequence[ModelPlan], *, gathers: bool
 ) -> tuple[str, ...]:
     """Return the tiers to try, the best first; the one that was given by name, or none."""
+    host = config.host
+    if config.packed and host == "mapped":
+        raise ConfigError(
+            "host='mapped' cannot be had with packed=True: the checkpoint's pages hold other bytes "
+            "than travel; use host=None, 'pinned', 'shared' or 'pageable'"
+        )
     reason = why_not_mapped(plans) if host in (None, "mapped") else None
     if host == "shared" and gathers:
         raise ConfigError(
@@ -193,7 +227,7 @@ def _tiers(
     tiers = ["pinned" if capabilities.pinned_memory else "pageable"]
     if not gathers and _can_share(capabilities):
         tiers.append("shared")
-    if reason is None:
+    if reason is None and not config.packed:
         tiers.append("mapped")
     return tuple(tiers)
 

@@ -14,6 +14,11 @@ A block that stays is loaded by the same steps into a slot of its own, between t
 memory may be what a computation used last, so the load first records slot.drained on the current
 stream. Nothing writes the slot while it is read, so each stream waits for slot.filled once a load.
 
+A block that travels packed is decoded by the stream that computes, right before: into the one
+buffer where all blocks compute, which is its *home*. So the slot is drained as soon as this is
+done, and the home has one event, drained, recorded behind each decoding and each computation;
+another stream waits for it before it touches the home.
+
 A feed may queue the copy later, in a thread of its own; then the host catches up with it before it
 lets anything wait for the event behind the copy. See [Note: staging] in ``staging.py``.
 
@@ -21,8 +26,8 @@ Where nothing is gathered the copy takes the gather's place; where the gather is
 itself is the stage, and *copied* stands for stage.filled. ``wait_event`` and ``record_event`` are
 called in this file and nowhere else.
 
-A fill is up to three steps: copy, gather, unpack. Each is an object, so that what travels and
-what computes can differ.
+A fill is up to three steps: copy, gather, unpack. Unpack and home are objects, so that what travels
+and what computes can differ.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from dlo_core.errors import UseError
 from dlo_core.feed import DirectFeed
 from dlo_core.shard import TRAILER_NBYTES, ShardPlan, trailer
 
@@ -41,14 +47,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dlo_core.feed import Feed, Part
-    from dlo_core.interface import Backend, Collective, Event, Stream
+    from dlo_core.interface import Backend, Codec, Collective, Event, Stream
+    from dlo_core.packed_cut import PackedCut
     from dlo_core.slots import Pool, Slot, Stage
 
 __all__ = [
     "BlockTimes",
+    "DecodedHome",
+    "Home",
     "InPlaceTransfer",
     "LocalTransfer",
+    "PackedUnpack",
     "RawUnpack",
+    "SlotHome",
     "StagedTransfer",
     "Transfer",
     "TravellingBlock",
@@ -66,12 +77,13 @@ class BlockTimes:
     gather_end: Event
     wait_start: Event
     wait_end: Event
+    decode_end: Event
     compute_end: Event
 
     @classmethod
     def new(cls, backend: Backend) -> BlockTimes:
         """Make the events, unrecorded."""
-        return cls(*(backend.new_event(timing=True) for _ in range(7)))
+        return cls(*(backend.new_event(timing=True) for _ in range(8)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +99,7 @@ class TravellingBlock:
         times: Its timing events.
     """
 
-    plan: ShardPlan
+    plan: ShardPlan | PackedCut
     shard: torch.Tensor | Sequence[Part]
     expected: torch.Tensor | None
     times: BlockTimes
@@ -118,13 +130,124 @@ class RawUnpack:
     def __call__(self, slot: Slot, block: TravellingBlock) -> None:
         """Queue the comparison and the copy of the spill."""
         plan = block.plan
-        if block.expected is None:
+        if block.expected is None or not isinstance(plan, ShardPlan):
             return
         rows = slot.buffer[: plan.padded_nbytes].view(plan.size, plan.nbytes)
         ends = rows[:, plan.nbytes - TRAILER_NBYTES :]
         slot.check.compare(ends, block.expected)
         spill = slot.buffer[plan.spill_start : plan.padded_nbytes - TRAILER_NBYTES]
         self._backend.copy(ends[:-1], spill.view(plan.size - 1, TRAILER_NBYTES))
+
+
+class PackedUnpack:
+    """The unpack step of a packed gathered block: compare the trailers; it is decoded later."""
+
+    def __call__(self, slot: Slot, block: TravellingBlock) -> None:
+        """Queue the comparison."""
+        plan = block.plan
+        if block.expected is not None:
+            rows = slot.buffer[: plan.padded_nbytes].view(plan.size, plan.nbytes)
+            slot.check.compare(rows[:, plan.nbytes - TRAILER_NBYTES :], block.expected)
+
+
+class Home(Protocol):
+    """Where a block computes, once it is in its slot."""
+
+    def of(self, slot: Slot) -> Slot:
+        """Return what the block in ``slot`` computes from."""
+
+    def wait(self, stream: Stream, slot: Slot) -> None:
+        """Let ``stream`` wait for other streams that use the home."""
+
+    def enter(self, stream: Stream, slot: Slot, block: TravellingBlock) -> None:
+        """Queue what brings the block from its slot to its home on the current ``stream``."""
+
+    def leave(self, stream: Stream, slot: Slot) -> None:
+        """Say that the work of ``stream`` so far is the last that reads the home."""
+
+
+class SlotHome:
+    """A block computes from its slot."""
+
+    def of(self, slot: Slot) -> Slot:
+        """Return the slot."""
+        return slot
+
+    def wait(self, stream: Stream, slot: Slot) -> None:
+        """Wait for another stream that reads the same fill."""
+        # See [Note: two events].
+        if slot.reader is not None and slot.reader != stream and not slot.stays:
+            # Its drained is about to be recorded anew here, so ours must come after it.
+            stream.wait_event(slot.drained)
+
+    def enter(self, stream: Stream, slot: Slot, block: TravellingBlock) -> None:
+        """Do nothing: it is there."""
+
+    def leave(self, stream: Stream, slot: Slot) -> None:
+        """Record that the slot is drained."""
+        # See [Note: two events].
+        stream.record_event(slot.drained)
+        slot.reader = stream
+
+
+class DecodedHome:
+    """A block is decoded into the one buffer where all of them compute."""
+
+    def __init__(self, pool: Pool, codec: Codec) -> None:
+        """Take the parts.
+
+        Args:
+            pool: Has the buffer.
+            codec: Of the device.
+        """
+        assert pool.decoded is not None
+        self._pool = pool
+        self._home = pool.decoded
+        self._codec = codec
+        self._held: tuple[Slot, int] | None = None
+
+    def of(self, slot: Slot) -> Slot:
+        """Return the buffer."""
+        return self._home
+
+    def wait(self, stream: Stream, slot: Slot) -> None:
+        """Wait for another stream that decoded or computed last.
+
+        Raises:
+            UseError: Another block computes now.
+        """
+        others = (*self._pool.slots, *self._pool.residents.values())
+        if any(other.bound for other in others if other is not slot):
+            raise UseError(
+                "a block was called inside of another one, but packed weights are decoded for one "
+                "block at a time; use packed=False"
+            )
+        # See [Note: two events].
+        home = self._home
+        if home.reader is not None and home.reader != stream:
+            stream.wait_event(home.drained)
+
+    def enter(self, stream: Stream, slot: Slot, block: TravellingBlock) -> None:
+        """Queue the decoding, unless it is what the buffer holds."""
+        if self._held != (slot, slot.turn):
+            plan, home = block.plan, self._home
+            assert not isinstance(plan, ShardPlan)
+            rows = slot.buffer[: plan.padded_nbytes].view(plan.size, plan.nbytes)
+            self._held = None
+            self._codec.decode(rows, home.buffer[: plan.decoded_nbytes])
+            self._held = slot, slot.turn
+            # See [Note: two events].
+            stream.record_event(slot.drained)
+            slot.reader = stream
+            stream.record_event(home.drained)
+            home.reader = stream
+        stream.record_event(block.times.decode_end)
+
+    def leave(self, stream: Stream, slot: Slot) -> None:
+        """Record that the buffer is drained."""
+        # See [Note: two events].
+        stream.record_event(self._home.drained)
+        self._home.reader = stream
 
 
 class Transfer(ABC):
@@ -139,6 +262,7 @@ class Transfer(ABC):
         pool: Pool,
         blocks: Sequence[TravellingBlock],
         *,
+        home: Home | None = None,
         feed: Feed | None = None,
     ) -> None:
         """Make the side streams.
@@ -147,9 +271,11 @@ class Transfer(ABC):
             backend: Whose streams and copies are used.
             pool: The slots and stages.
             blocks: What travels, by block number; of all models of the pool.
+            home: Where blocks compute; None: in their slots.
             feed: Brings the shards to where they are copied from; None: they are there.
         """
         self._feed: Feed = feed or DirectFeed()
+        self._home: Home = home or SlotHome()
         self._backend = backend
         self._pool = pool
         self._blocks = blocks
@@ -171,6 +297,7 @@ class Transfer(ABC):
         """Queue all steps that bring ``block`` into the slot in which it stays."""
         # See [Note: two events].
         slot.reader = None
+        slot.turn += 1
         self._backend.current_stream().record_event(slot.drained)
         self._bring(slot, block)
 
@@ -191,8 +318,18 @@ class Transfer(ABC):
         if waits:
             self._feed.catch_up(slot.filled)
             stream.wait_event(slot.filled)
-        stream.record_event(times.wait_end)
+        self._come_home(stream, slot, block)
         return waits
+
+    def _come_home(self, stream: Stream, slot: Slot, block: int) -> None:
+        travelling = self._blocks[block]
+        self._home.wait(stream, slot)
+        stream.record_event(travelling.times.wait_end)
+        self._home.enter(stream, slot, travelling)
+
+    def home(self, slot: Slot) -> Slot:
+        """Return what the block in ``slot`` computes from, once it is acquired."""
+        return self._home.of(slot)
 
     def acquire(self, slot: Slot, block: int) -> None:
         """Let the current stream wait until ``slot`` is filled."""
@@ -201,18 +338,13 @@ class Transfer(ABC):
         stream, times = self._backend.current_stream(), self._blocks[block].times
         stream.record_event(times.wait_start)
         stream.wait_event(slot.filled)
-        if slot.reader is not None and slot.reader != stream:
-            # Another stream reads the same fill: its drained is about to be recorded anew here, so
-            # ours must come after it.
-            stream.wait_event(slot.drained)
-        stream.record_event(times.wait_end)
+        self._come_home(stream, slot, block)
 
     def release(self, slot: Slot, block: int) -> None:
         """Say that the current stream's work so far is the last that reads ``slot``."""
         # See [Note: two events].
         stream = self._backend.current_stream()
-        stream.record_event(slot.drained)
-        slot.reader = stream
+        self._home.leave(stream, slot)
         stream.record_event(self._blocks[block].times.compute_end)
 
     def mark(self, event: Event) -> None:
@@ -291,6 +423,7 @@ class GatheringTransfer(Transfer):
         *,
         collective: Collective,
         unpack: Unpack,
+        home: Home | None = None,
         feed: Feed | None = None,
     ) -> None:
         """Make the side streams.
@@ -300,10 +433,11 @@ class GatheringTransfer(Transfer):
             pool: The slots and stages.
             blocks: What travels, by block number.
             collective: Gathers the shards.
-            unpack: Makes of the gathered bytes what computes.
+            unpack: What is done to the gathered bytes.
+            home: Where blocks compute; None: in their slots.
             feed: Brings the shards to where they are copied from; None: they are there.
         """
-        super().__init__(backend, pool, blocks, feed=feed)
+        super().__init__(backend, pool, blocks, home=home, feed=feed)
         # A gather takes a few of the units that compute; queued behind them it would come late.
         self._comm_stream = backend.new_stream(priority=-1)
         self._collective = collective

@@ -32,6 +32,9 @@ _MISSING = {
     ("slot", "write", "write"): "slot.filled or slot.copied",
     ("resident", "write", "read"): "slot.filled",
     ("resident", "read", "write"): "slot.drained",
+    ("home", "write", "read"): "home.drained",
+    ("home", "read", "write"): "home.drained",
+    ("home", "write", "write"): "home.drained",
     ("stage", "write", "read"): "stage.filled",
     ("stage", "read", "write"): "stage.drained",
     ("stage", "write", "write"): "stage.drained",
@@ -43,7 +46,7 @@ class Access:
     """One access.
 
     Attributes:
-        op: ``copy``, ``gather``, ``check``, ``compute`` or ``host``.
+        op: ``copy``, ``gather``, ``check``, ``decode``, ``compute`` or ``host``.
         timeline: The stream, or the host.
         buffer: Such as ``slot 0``.
         what: The block and the fill that the buffer is to hold.
@@ -109,6 +112,9 @@ class Recorder:
         self._offload = offload
         for slot in engine.pool.slots:
             self._buffers[storage_of(slot.buffer)] = (f"slot {slot.index}", slot)
+        if engine.pool.decoded is not None:
+            home = engine.pool.decoded
+            self._buffers[storage_of(home.buffer)] = ("home of all blocks", home)
         for stage in engine.pool.stages:
             self._buffers[storage_of(stage.buffer)] = (f"stage {stage.index}", stage)
         for run in engine.store.runs:
