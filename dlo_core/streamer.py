@@ -290,10 +290,14 @@ class Streamer:
         slot: Slot = self._guard(self._find, number, block=block)
         try:
             self.wait_for(slot, block)
-            self.check(slot, block)
-            # A block that calls itself is bound already.
-            if not self._depth[block]:
-                self.bindings[block].bind(self._transfer.home(slot))
+            try:
+                self.check(slot, block)
+                # A block that calls itself is bound already.
+                if not self._depth[block]:
+                    self.bindings[block].bind(self._transfer.home(slot))
+            except BaseException:
+                self._transfer.release(slot, number)
+                raise
         except BaseException:
             self.tape.after(slot)
             raise

@@ -15,9 +15,9 @@ memory may be what a computation used last, so the load first records slot.drain
 stream. Nothing writes the slot while it is read, so each stream waits for slot.filled once a load.
 
 A block that travels packed is decoded by the stream that computes, right before: into the one
-buffer where all blocks compute, which is its *home*. So the slot is drained as soon as this is
-done, and the home has one event, drained, recorded behind each decoding and each computation;
-another stream waits for it before it touches the home.
+buffer where all blocks compute, which is their *home*. So the slot is drained as soon as this is
+done, and the home has one event, drained, recorded behind each computation; another stream waits
+for it before it decodes or computes there.
 
 A feed may queue the copy later, in a thread of its own; then the host catches up with it before it
 lets anything wait for the event behind the copy. See [Note: staging] in ``staging.py``.
@@ -54,12 +54,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockTimes",
     "DecodedHome",
-    "Home",
     "InPlaceTransfer",
     "LocalTransfer",
     "PackedUnpack",
     "RawUnpack",
-    "SlotHome",
     "StagedTransfer",
     "Transfer",
     "TravellingBlock",
@@ -150,48 +148,8 @@ class PackedUnpack:
             slot.check.compare(rows[:, plan.nbytes - TRAILER_NBYTES :], block.expected)
 
 
-class Home(Protocol):
-    """Where a block computes, once it is in its slot."""
-
-    def of(self, slot: Slot) -> Slot:
-        """Return what the block in ``slot`` computes from."""
-
-    def wait(self, stream: Stream, slot: Slot) -> None:
-        """Let ``stream`` wait for other streams that use the home."""
-
-    def enter(self, stream: Stream, slot: Slot, block: TravellingBlock) -> None:
-        """Queue what brings the block from its slot to its home on the current ``stream``."""
-
-    def leave(self, stream: Stream, slot: Slot) -> None:
-        """Say that the work of ``stream`` so far is the last that reads the home."""
-
-
-class SlotHome:
-    """A block computes from its slot."""
-
-    def of(self, slot: Slot) -> Slot:
-        """Return the slot."""
-        return slot
-
-    def wait(self, stream: Stream, slot: Slot) -> None:
-        """Wait for another stream that reads the same fill."""
-        # See [Note: two events].
-        if slot.reader is not None and slot.reader != stream and not slot.stays:
-            # Its drained is about to be recorded anew here, so ours must come after it.
-            stream.wait_event(slot.drained)
-
-    def enter(self, stream: Stream, slot: Slot, block: TravellingBlock) -> None:
-        """Do nothing: it is there."""
-
-    def leave(self, stream: Stream, slot: Slot) -> None:
-        """Record that the slot is drained."""
-        # See [Note: two events].
-        stream.record_event(slot.drained)
-        slot.reader = stream
-
-
 class DecodedHome:
-    """A block is decoded into the one buffer where all of them compute."""
+    """The one buffer in which blocks that travel packed are decoded and compute."""
 
     def __init__(self, pool: Pool, codec: Codec) -> None:
         """Take the parts.
@@ -201,17 +159,13 @@ class DecodedHome:
             codec: Of the device.
         """
         assert pool.decoded is not None
+        self.slot = pool.decoded
         self._pool = pool
-        self._home = pool.decoded
         self._codec = codec
         self._held: tuple[Slot, int] | None = None
 
-    def of(self, slot: Slot) -> Slot:
-        """Return the buffer."""
-        return self._home
-
-    def wait(self, stream: Stream, slot: Slot) -> None:
-        """Wait for another stream that decoded or computed last.
+    def enter(self, stream: Stream, slot: Slot, block: TravellingBlock) -> None:
+        """Queue the decoding on the current ``stream``, unless it is what the buffer holds.
 
         Raises:
             UseError: Another block computes now.
@@ -223,31 +177,27 @@ class DecodedHome:
                 "block at a time; use packed=False"
             )
         # See [Note: two events].
-        home = self._home
+        home = self.slot
         if home.reader is not None and home.reader != stream:
             stream.wait_event(home.drained)
-
-    def enter(self, stream: Stream, slot: Slot, block: TravellingBlock) -> None:
-        """Queue the decoding, unless it is what the buffer holds."""
+        stream.record_event(block.times.wait_end)
         if self._held != (slot, slot.turn):
-            plan, home = block.plan, self._home
+            plan = block.plan
             assert not isinstance(plan, ShardPlan)
             rows = slot.buffer[: plan.padded_nbytes].view(plan.size, plan.nbytes)
             self._held = None
             self._codec.decode(rows, home.buffer[: plan.decoded_nbytes])
             self._held = slot, slot.turn
-            # See [Note: two events].
             stream.record_event(slot.drained)
             slot.reader = stream
-            stream.record_event(home.drained)
-            home.reader = stream
         stream.record_event(block.times.decode_end)
 
-    def leave(self, stream: Stream, slot: Slot) -> None:
-        """Record that the buffer is drained."""
+    def leave(self, stream: Stream) -> None:
+        """Record that the work of ``stream`` so far is the last that uses the buffer."""
         # See [Note: two events].
-        stream.record_event(self._home.drained)
-        self._home.reader = stream
+        home = self.slot
+        stream.record_event(home.drained)
+        home.reader = stream
 
 
 class Transfer(ABC):
@@ -262,7 +212,7 @@ class Transfer(ABC):
         pool: Pool,
         blocks: Sequence[TravellingBlock],
         *,
-        home: Home | None = None,
+        home: DecodedHome | None = None,
         feed: Feed | None = None,
     ) -> None:
         """Make the side streams.
@@ -271,11 +221,11 @@ class Transfer(ABC):
             backend: Whose streams and copies are used.
             pool: The slots and stages.
             blocks: What travels, by block number; of all models of the pool.
-            home: Where blocks compute; None: in their slots.
+            home: Where packed blocks compute; None: blocks compute in their slots.
             feed: Brings the shards to where they are copied from; None: they are there.
         """
         self._feed: Feed = feed or DirectFeed()
-        self._home: Home = home or SlotHome()
+        self._home = home
         self._backend = backend
         self._pool = pool
         self._blocks = blocks
@@ -318,18 +268,15 @@ class Transfer(ABC):
         if waits:
             self._feed.catch_up(slot.filled)
             stream.wait_event(slot.filled)
-        self._come_home(stream, slot, block)
+        if self._home is not None:
+            self._home.enter(stream, slot, self._blocks[block])
+            return waits
+        stream.record_event(times.wait_end)
         return waits
-
-    def _come_home(self, stream: Stream, slot: Slot, block: int) -> None:
-        travelling = self._blocks[block]
-        self._home.wait(stream, slot)
-        stream.record_event(travelling.times.wait_end)
-        self._home.enter(stream, slot, travelling)
 
     def home(self, slot: Slot) -> Slot:
         """Return what the block in ``slot`` computes from, once it is acquired."""
-        return self._home.of(slot)
+        return slot if self._home is None else self._home.slot
 
     def acquire(self, slot: Slot, block: int) -> None:
         """Let the current stream wait until ``slot`` is filled."""
@@ -338,13 +285,24 @@ class Transfer(ABC):
         stream, times = self._backend.current_stream(), self._blocks[block].times
         stream.record_event(times.wait_start)
         stream.wait_event(slot.filled)
-        self._come_home(stream, slot, block)
+        if self._home is not None:
+            self._home.enter(stream, slot, self._blocks[block])
+            return
+        if slot.reader is not None and slot.reader != stream:
+            # Another stream reads the same fill: its drained is about to be recorded anew here, so
+            # ours must come after it.
+            stream.wait_event(slot.drained)
+        stream.record_event(times.wait_end)
 
     def release(self, slot: Slot, block: int) -> None:
         """Say that the current stream's work so far is the last that reads ``slot``."""
         # See [Note: two events].
         stream = self._backend.current_stream()
-        self._home.leave(stream, slot)
+        if self._home is not None:
+            self._home.leave(stream)
+        else:
+            stream.record_event(slot.drained)
+            slot.reader = stream
         stream.record_event(self._blocks[block].times.compute_end)
 
     def mark(self, event: Event) -> None:
@@ -423,7 +381,7 @@ class GatheringTransfer(Transfer):
         *,
         collective: Collective,
         unpack: Unpack,
-        home: Home | None = None,
+        home: DecodedHome | None = None,
         feed: Feed | None = None,
     ) -> None:
         """Make the side streams.
@@ -434,7 +392,7 @@ class GatheringTransfer(Transfer):
             blocks: What travels, by block number.
             collective: Gathers the shards.
             unpack: What is done to the gathered bytes.
-            home: Where blocks compute; None: in their slots.
+            home: Where packed blocks compute; None: blocks compute in their slots.
             feed: Brings the shards to where they are copied from; None: they are there.
         """
         super().__init__(backend, pool, blocks, home=home, feed=feed)
