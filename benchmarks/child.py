@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["answer", "machine", "run_child"]
+__all__ = ["answer", "machine", "run_child", "said"]
 
 _TAIL = 3000
 
@@ -85,7 +85,7 @@ def machine(device: str) -> dict[str, Any]:
         "device": device,
         "dlo": dlo_core.__version__,
         "cores": len(os.sched_getaffinity(0)),
-        "commit": _said(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]),
+        "commit": said(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]),
     }
     for package in ("diffusers", "accelerate", "mmgp", "vllm-omni", "safetensors"):
         try:
@@ -94,12 +94,13 @@ def machine(device: str) -> dict[str, Any]:
             continue
     if device.partition(":")[0] == "cuda":
         query = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,memory.total"
-        found["gpu"] = _said(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])
+        found["gpu"] = said(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
 
-def _said(command: list[str]) -> str:
+def said(command: list[str]) -> str:
+    """Return what a command says, or why it says nothing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import check_memory
 import check_order
+import check_start
 import check_steps
 from checkout import use_checkout
 from checks import Findings, Options, Skip
@@ -35,11 +36,13 @@ use_checkout()
 Sections = dict[str, tuple["Callable[[Options, Findings], None]", float]]
 # In the order of what one wants to know first, each with its limit in seconds.
 SECTIONS: Sections = {
+    "grow": (check_start.grow, 60),
+    "parts": (check_start.parts, 60),
     "pinned": (check_memory.pinned, 60),
     "bits": (check_order.bits, 90),
     "equal": (check_steps.equal, 150),
     "unequal": (check_steps.unequal, 120),
-    "rates": (check_memory.rates, 100),
+    "rates": (check_start.rates, 120),
     "flat": (check_memory.flat, 60),
     "sync": (check_order.sync, 60),
     "host": (check_order.host, 60),

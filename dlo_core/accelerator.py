@@ -135,6 +135,24 @@ class _DeviceCollective(Collective):
             self._synchronize()
 
 
+class _Current:
+    """Makes a stream of the current device current, and what was current before again."""
+
+    __slots__ = ("_before", "_index", "_module", "_stream")
+
+    def __init__(self, module: Any, index: int | None, stream: Any) -> None:
+        self._module = module
+        self._index = index
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = self._module.current_stream(self._index)
+        self._module.set_stream(self._stream)
+
+    def __exit__(self, *exc: object) -> None:
+        self._module.set_stream(self._before)
+
+
 class AcceleratorBackend(Backend):
     """A backend on a device module of torch; a vendor's package subclasses it."""
 
@@ -170,13 +188,17 @@ class AcceleratorBackend(Backend):
 
     def current_stream(self) -> Stream:
         """Return the device's current stream in this thread."""
-        current: Stream = self._module.current_stream(self.device)
+        # By its number: torch takes longer to look into a device than to find the stream.
+        current: Stream = self._module.current_stream(self.device.index)
         return current
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Make ``stream`` current."""
-        context: AbstractContextManager[Any] = self._module.stream(stream)
-        return context
+        if self._module.current_device() != self.device.index:
+            # torch's own context puts two devices' streams back; it takes twice as long.
+            context: AbstractContextManager[Any] = self._module.stream(stream)
+            return context
+        return _Current(self._module, self.device.index, stream)
 
     def new_event(self, *, timing: bool = False) -> Event:
         """Return a new event of the device."""
@@ -190,13 +212,13 @@ class AcceleratorBackend(Backend):
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Queue the copy; asynchronous where the host side is pinned."""
-        with torch.inference_mode(False), torch.no_grad():
-            dst.copy_(src, non_blocking=True)
-            for side in (dst, src):
-                # torch's allocator knows the stream on which a tensor was made, and no other.
-                if side.device.type == self.name:
-                    current: Any = self.current_stream()
-                    side.record_stream(current)
+        # Bytes made outside of inference mode may be written in every mode; nothing has a gradient.
+        dst.copy_(src, non_blocking=True)
+        for side in (dst, src):
+            # torch's allocator knows the stream on which a tensor was made, and no other.
+            if side.device.type == self.name:
+                current: Any = self.current_stream()
+                side.record_stream(current)
 
     def new_check(self) -> Check:
         """Return a new comparison on the device."""

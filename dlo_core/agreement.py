@@ -11,12 +11,14 @@ import pickle
 import time
 import weakref
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from dlo_core import errors
 from dlo_core.collective import release_group
 from dlo_core.errors import AgreementError, ConfigError, DloError, FillError
 from dlo_core.rendezvous import MissingRanks, default_store, meet, new_group_of
@@ -26,10 +28,43 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-__all__ = ["Agreement", "GroupAgreement", "LoneAgreement", "agree_on"]
+__all__ = ["Agreement", "GroupAgreement", "LoneAgreement", "Problem", "agree_on"]
 
 T = TypeVar("T")
 _POLL_S = 0.0005
+_EXCHANGES = "exchanges"
+_ERRORS = errors.__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a rank tells the others of an error; always picklable, whatever the error is.
+
+    Attributes:
+        kind: Name of the nearest class of dlo's own errors, or nothing.
+        text: The error's class and text.
+    """
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Problem:
+        """Return what is to be told of ``error``."""
+        names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == _ERRORS]
+        try:
+            text = str(error)
+        # A vote must not fail for what somebody's error says of itself.
+        except Exception as problem:
+            text = f"(no text: {type(problem).__name__})"
+        return cls(names[0] if names else "", f"{type(error).__name__}: {text}")
+
+    def error(self, before: str) -> DloError:
+        """Return an error of the same kind, where there is one, with ``before`` and the text."""
+        kind = getattr(errors, self.kind, AgreementError) if self.kind else AgreementError
+        # One with a place of its own cannot be made of a text.
+        usable: type[DloError] = AgreementError if issubclass(kind, FillError) else kind
+        return usable(before + self.text)
 
 
 class Agreement(ABC):
@@ -68,7 +103,10 @@ class Agreement(ABC):
 
     @abstractmethod
     def announce(self, topic: str, number: int) -> None:
-        """Tell all ranks a growing ``number``, without waiting."""
+        """Tell all ranks a growing ``number``, without waiting.
+
+        What is told of a topic lasts as long as the job, so topics must be few: reuse them.
+        """
 
     def announced(self, topic: str) -> int:
         """Return the largest number that any rank announced; 0 when none did."""
@@ -110,17 +148,15 @@ class Agreement(ABC):
         The rank that brings one raises it as it is; the others raise one of the same class where
         it is dlo's own, else ``AgreementError``, naming the rank.
         """
-        told = None if error is None else (type(error), f"{type(error).__name__}: {error}")
-        answers = self.exchange(told, what)
+        answers = self.exchange(None if error is None else Problem.of(error), what)
         if error is not None:
             raise error
         failed = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
         if failed:
-            rank, (kind, text) = failed[0]
+            rank, problem = failed[0]
             more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-            usable = issubclass(kind, DloError) and not issubclass(kind, FillError)
-            raise (kind if usable else AgreementError)(
-                f"{what} failed on rank {rank}{more}, so it was refused on all {self.size}: {text}"
+            raise problem.error(
+                f"{what} failed on rank {rank}{more}, so it was refused on all {self.size}: "
             )
 
 
@@ -178,7 +214,7 @@ class GroupAgreement(Agreement):
         self.members = tuple(group)
         self.rank, self.size = self.members.index(dist.get_rank()), len(self.members)
         self._timeout_s = timeout_s
-        self._steps = itertools.count()
+        self._steps = itertools.count(1)
         self._groups = itertools.count()
         self._store = default_store()
         self._group: ProcessGroup | None = None
@@ -301,15 +337,15 @@ class GroupAgreement(Agreement):
         self._group = None
         self._finalizer()
 
-    def _arrive(self) -> str:
-        """Tell the store that this rank came to the next exchange."""
-        step = f"dlo/{self._name}/{next(self._steps)}"
-        self._store.set(f"{step}/{self.rank}", "1")
+    def _arrive(self) -> int:
+        """Tell the others that this rank came to the next exchange."""
+        step = next(self._steps)
+        self.announce(_EXCHANGES, step)
         return step
 
-    def _missing(self, step: str) -> list[int]:
+    def _missing(self, step: int) -> list[int]:
         try:
-            return [r for r in range(self.size) if not self._store.check([f"{step}/{r}"])]
+            return [rank for rank, came in enumerate(self.heard(_EXCHANGES)) if came < step]
         except RuntimeError:
             return []
 

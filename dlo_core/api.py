@@ -106,12 +106,14 @@ def _refuse_together(
     """Tell the other ranks, which are on their way to the first vote, of a bad setting here."""
     gathers = settings.get("use_allgather") is not False
     within = "node" if gathers and settings.get("shard_within") == "node" else None
-    config = OffloadConfig(use_allgather=gathers, shard_within=within)
+    host = "shared" if not gathers and settings.get("host") == "shared" else None
+    config = OffloadConfig(use_allgather=gathers, shard_within=within, host=host)
     try:
         shard_group = ShardGroup.of(config, group, topology)
     except ConfigError:
         # It is rejected on every rank, so nobody waits.
         return
+    shard_group.compare(config.load_timeout_s)
     agreement = shard_group.meet(config.load_timeout_s)
     try:
         agreement.vote(error, "offload()")

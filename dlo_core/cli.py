@@ -332,6 +332,15 @@ def bench(
     use_allgather: Annotated[
         bool, typer.Option("--use-allgather/--no-use-allgather", help="Shard the weights.")
     ] = True,
+    resident_layers: Annotated[
+        str | None, typer.Option(help="Blocks that stay on the device: a number, or auto.")
+    ] = None,
+    resident_placement: Annotated[
+        str, typer.Option(help="Which ones: spread evenly, or leading.")
+    ] = "spread",
+    device_budget_bytes: Annotated[
+        int | None, typer.Option(help="The most bytes of weights on the device; auto fills them.")
+    ] = None,
     setting: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE of any other setting; may be repeated.")
     ] = None,
@@ -343,7 +352,15 @@ def bench(
     from dlo_core.bench.job import BenchJob
 
     def change(job: BenchJob) -> BenchJob:
-        settings = {"depth": depth, "stages": stages, "use_allgather": use_allgather}
+        settings = {
+            "depth": depth,
+            "stages": stages,
+            "use_allgather": use_allgather,
+            "resident_placement": resident_placement,
+            "device_budget_bytes": device_budget_bytes,
+        }
+        if resident_layers is not None:
+            settings |= run.parse_settings([f"resident_layers={resident_layers}"])
         return run.changed(
             job,
             {

@@ -19,7 +19,15 @@ from dlo_core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-__all__ = ["check_apart", "is_dtensor", "local_of", "set_local", "shard_groups", "with_local"]
+__all__ = [
+    "check_apart",
+    "is_dtensor",
+    "is_part",
+    "local_of",
+    "set_local",
+    "shard_groups",
+    "with_local",
+]
 
 _MODULE = "torch.distributed.tensor"
 
@@ -28,6 +36,18 @@ def is_dtensor(tensor: object) -> bool:
     """Return whether ``tensor`` is a DTensor; imports nothing, for then there is none."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_part(tensor: object) -> bool:
+    """Return whether this rank has but a part of ``tensor``, a DTensor or what stands for one."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return False
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    return any(
+        mesh.size(dim) > 1 and not placement.is_replicate()
+        for dim, placement in enumerate(placements)
+    )
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -71,6 +71,7 @@ class Engine:
         store: HostStore,
         digest: bytes,
         progress: bool | Callable[[LoadProgress], None],
+        shares: bool,
     ) -> None:
         """Allocate the device's memory and read all bytes into ``store``; no model is touched.
 
@@ -79,10 +80,11 @@ class Engine:
             config: The settings.
             residents: Of each model, the numbers of the blocks that stay.
             backend: Of the device.
-            collective: Gathers the shards.
-            store: Of this rank's shards.
+            collective: Of the shard group.
+            store: For the shards.
             digest: Of the trailers.
-            progress: As in ``enable``.
+            progress: As for ``enable``.
+            shares: Whether any rank of the group shares host memory, on this node or another.
 
         Raises:
             CheckpointError: The bytes cannot be read.
@@ -95,6 +97,7 @@ class Engine:
         self.shards = [shard for plan in plans for shard in plan.shards]
         self.layouts = [layout for plan in plans for layout in plan.layouts]
         self.store = store
+        self.shares = shares
         self._load_threads = config.load_threads
         hosts = [remainder_run(plan.remainder.nbytes) for plan in plans]
         self._load(digest, progress, hosts)

@@ -83,6 +83,11 @@ class Capabilities:
             the pages of a file.
         lock_limit: Whether the system's limit on locked memory (``ulimit -l``) holds for what
             the backend page-locks; many drivers do not ask it.
+        locks_exactly: Whether no more is page-locked than the pages of what is asked for; False:
+            the driver rounds up.
+        graph_capture: Whether a pass can be captured as one graph and replayed: the backend has
+            ``Backend.capture``.
+        graph_collectives: Whether this works for the gathers of the comm library, too.
     """
 
     alignment: int = 256
@@ -91,6 +96,9 @@ class Capabilities:
     host_registration: bool = False
     readonly_registration: bool = False
     lock_limit: bool = False
+    locks_exactly: bool = True
+    graph_capture: bool = False
+    graph_collectives: bool = False
 
     def __post_init__(self) -> None:
         """Refuse an alignment that is not a power of two of at least 64."""

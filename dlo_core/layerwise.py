@@ -82,7 +82,8 @@ class LayerwiseOffload:
             group: The ranks that shard the weights; it says who takes part and never carries dlo's
                 traffic. None: this process alone.
             topology: The parallel groups of the job, from which the shard group follows; instead
-                of ``group``.
+                of ``group``. All ranks of its DP group, or of its SP group where there is no DP,
+                must call this in rank-local mode, too: so ranks in different modes are told.
 
         Raises:
             ConfigError: This process is not in ``group``, the topology rejects the settings, or the
@@ -93,6 +94,7 @@ class LayerwiseOffload:
         self._config = config
         self._topology = topology
         self._shard_group = ShardGroup.of(config, group, topology)
+        self._shard_group.compare(config.load_timeout_s)
         agreement = self._shard_group.meet(config.load_timeout_s)
         self._agreement: Agreement | None = agreement
         self._rank, self._size = agreement.rank, agreement.size
@@ -612,7 +614,7 @@ class LayerwiseOffload:
 
     def _writing_agreement(self) -> Agreement:
         """Return those whose weights change together: who gathers or shares memory, or this one."""
-        shares = self._engine is not None and "shared" in self._engine.store.tiers
+        shares = self._engine is not None and self._engine.shares
         return self._living_agreement() if self._gathers or shares else LoneAgreement()
 
     def _reading(
@@ -626,6 +628,7 @@ class LayerwiseOffload:
             _check_rank(to_rank, self._size)
             number = self._number_of(model)
             state = engine.states[number]
+            state.check_no_parts(what)
             with state.readback.entered():
                 facts = {"call": what, "model": str(number), "to_rank": str(to_rank)}
                 return state, facts | state.readback.facts()

@@ -6,7 +6,7 @@ import hashlib
 import json
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -46,6 +46,7 @@ __all__ = [
     "Loading",
     "ModelPlan",
     "decoded_nbytes",
+    "own_values",
     "plan_model",
     "plan_residents",
     "plan_ring",
@@ -347,6 +348,27 @@ def sample_values(plan: ModelPlan) -> bytes:
                 plan.sources[spec.name].read(spec, start, start + part.numel(), part)
                 digest.update(part.numpy().tobytes())
     return digest.digest()
+
+
+def own_values(plan: ModelPlan) -> dict[str, str]:
+    """Return digests of the streamed tensors that each rank made itself, by name.
+
+    That is what ``post_load=`` made and what a checkpoint lacks: each rank gives a part of it.
+    """
+    made = {id(tensor) for tensor in plan.made.values.values()}
+    digests: dict[str, str] = {}
+    for layout in plan.layouts:
+        for spec in layout.tensors:
+            source = plan.sources[spec.name]
+            if not isinstance(source, ModuleTensor):
+                continue
+            if plan.checkpoint is None and id(source.tensor) not in made:
+                continue
+            run = torch.empty(spec.nbytes, dtype=torch.uint8, device="cpu")
+            source.read(spec, 0, spec.nbytes, run)
+            array: Any = run.numpy()
+            digests[spec.name] = hashlib.sha256(memoryview(array)).hexdigest()[:24]
+    return digests
 
 
 def plan_residents(plans: Sequence[ModelPlan], config: OffloadConfig) -> tuple[frozenset[int], ...]:

@@ -1,12 +1,12 @@
 """Refitting: new values for weights that are offloaded, in place.
 
 [Note: old or new]
-Between two passes, with every rank at the same place on its tape: the device is waited for, each
-rank overwrites its part of each given tensor, and what the slots hold is forgotten. What was
-given as a whole (a mapping, a list) is checked and compared between the ranks before a byte is
-changed. An iterable is checked as it comes, so an error can come late: then the tensors that were
-written are *torn*. Every later use of the model raises and names one, until an update on all ranks
-that covers all of them.
+Between two passes, with every rank at the same place on its tape: the device is waited for on all
+ranks, then each rank overwrites its part of each given tensor, and what the slots hold is
+forgotten. What was given as a whole (a mapping, a list) is checked and compared between the ranks
+before a byte is changed. An iterable is checked as it comes, so an error can come late: then the
+tensors that were written are *torn*. Every later use of the model raises and names one, until an
+update on all ranks that covers all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA
 from torch.nn.modules.module import _IncompatibleKeys
 
-from dlo_core.agreement import agree_on
-from dlo_core.errors import AgreementError, ConfigError, DloError, FillError, UseError
+from dlo_core.agreement import Problem, agree_on
+from dlo_core.dtensor import local_of
+from dlo_core.errors import ConfigError, UseError
 from dlo_core.rawbytes import bytes_of
 from dlo_core.together import begin_together, do_together
 
@@ -62,7 +63,7 @@ class _Told:
 class _Outcome:
     """What a rank tells the others at the end: what went wrong, and what it wrote."""
 
-    problem: tuple[type[BaseException], str] | None
+    problem: Problem | None
     written: tuple[str, ...]
 
 
@@ -129,6 +130,7 @@ class Refit:
                 f"busy: {_WHAT} was called while a block computes (or while an iterator of "
                 "named_tensors() is not at its end); call it between passes"
             )
+        self._state.check_no_parts(_WHAT)
         if (reason := engine.store.why_read_only) is not None:
             raise UseError(f"{_WHAT} cannot write the weights: {reason}")
         named = self._state.named()
@@ -159,16 +161,11 @@ class Refit:
         return checked, facts if self._together else {}
 
     def _update(self, given: NamedTensors, checked: _Told | None) -> tuple[str, ...]:
+        # Together: a rank that shares its memory must not write while another one copies from it.
+        do_together(self._agreement, _WHAT, self._stand_still)
         told = _Told()
         problem: BaseException | None = None
         try:
-            owner = self._engine.pool.owner
-            if owner.open:
-                # So that every rank has queued the same fills, which are about to be waited for.
-                owner.end_pass()
-            # The device may be behind the host: a shard must not change under a copy that a forward
-            # still waits for, nor a resident tensor under a kernel.
-            self._streamer.stand_still()
             for name, value in _pairs(given):
                 target = self._accept(name, value, told, hashed=checked is None)
                 if target is not None:
@@ -185,6 +182,15 @@ class Refit:
         self._engine.pool.owner.prefetch()
         return tuple(told.unknown)
 
+    def _stand_still(self) -> None:
+        owner = self._engine.pool.owner
+        if owner.open:
+            # So that every rank has queued the same fills, which are about to be waited for.
+            owner.end_pass()
+        # The device may be behind the host: a shard must not change under a copy that a forward
+        # still waits for, nor a resident tensor under a kernel.
+        self._streamer.stand_still()
+
     def _blocks_of(self, names: Iterable[str]) -> list[int]:
         """Return the numbers of the blocks that have one of these tensors."""
         places = [self._targets[name].place for name in names]
@@ -192,19 +198,17 @@ class Refit:
 
     def _end(self, told: _Told, problem: BaseException | None, *, compare: bool) -> None:
         """Vote; what was begun is whole when every rank wrote the same, and torn otherwise."""
-        kind = None if problem is None else (type(problem), f"{type(problem).__name__}: {problem}")
+        mine = None if problem is None else Problem.of(problem)
         torn = self._engine.pool.torn
         torn.update({(self._model, name): name for name in told.written})
-        answers = self._agreement.exchange(_Outcome(kind, tuple(told.written)), _WHAT)
+        answers = self._agreement.exchange(_Outcome(mine, tuple(told.written)), _WHAT)
         for answer in answers:
             torn.update({(self._model, name): name for name in answer.written})
         if problem is not None:
             raise problem
         for rank, answer in enumerate(answers):
             if answer.problem is not None:
-                error, text = answer.problem
-                ours = issubclass(error, DloError) and not issubclass(error, FillError)
-                raise (error if ours else AgreementError)(f"{_WHAT} failed on rank {rank}: {text}")
+                raise answer.problem.error(f"{_WHAT} failed on rank {rank}: ")
         if compare and self._together:
             facts = {f"value of {name!r}": digest for name, digest in told.digests.items()}
             agree_on(self._agreement, facts, _WHAT)
@@ -255,7 +259,7 @@ class Refit:
         engine.edited = True
         told.written.append(target.first)
         if target.place is None:
-            target.tensor.detach().copy_(value)
+            local_of(target.tensor).detach().copy_(value)
             return
         number, index = target.place
         spec = self._state.readback.layout(number).tensors[index]
@@ -285,8 +289,13 @@ def load_state(
         Missing and unexpected keys, as torch returns them.
 
     Raises:
-        DloError: As ``Refit.run`` does; nothing was changed.
+        DloError: As ``Refit.run`` does; nothing was changed. Extra state is set last: when a module
+            refuses its own, the tensors are new.
     """
+
+    extras: list[tuple[nn.Module, Any]] = []
+    unknown: list[str] = []
+    given: dict[str, Any] = {}
 
     def check() -> None:
         if assign:
@@ -299,15 +308,28 @@ def load_state(
                 f"load_state_dict() wants a mapping of names; got a {type(state_dict).__name__}"
             )
 
+        modules = dict(engine.states[model].model.named_modules(remove_duplicate=False))
+        for name, value in state_dict.items():
+            path, _, last = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+            if last != _EXTRA:
+                given[name] = value
+            elif path in modules:
+                extras.append((modules[path], value))
+            else:
+                unknown.append(name)
+        if unknown and strict:
+            raise ConfigError(f"load_state_dict(): {unknown[0]!r} is for no module of the model")
+
+    def set_extras() -> None:
+        for module, value in extras:
+            module.set_extra_state(value)
+
     do_together(agreement, "load_state_dict()", check)
-    extras = {name for name in state_dict if name.rpartition(".")[2] == _EXTRA}
-    given = {name: value for name, value in state_dict.items() if name not in extras}
     refit = Refit(engine, model, agreement, strict=strict, complete=strict)
     unexpected = refit.run(given)
-    root = engine.states[model].model
-    for name in extras:
-        root.get_submodule(name.rpartition(".")[0]).set_extra_state(state_dict[name])
-    return _IncompatibleKeys(refit.missing(given), list(unexpected))
+    # The module's own code, which may fail on one rank: the others must hear of it.
+    do_together(agreement, "load_state_dict()", set_extras)
+    return _IncompatibleKeys(refit.missing(given), [*unexpected, *unknown])
 
 
 def _pairs(given: NamedTensors) -> Iterator[tuple[Any, Any]]:

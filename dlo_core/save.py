@@ -73,6 +73,7 @@ def save_state(
     def check() -> tuple[SavePlan, Mapping[str, str]]:
         if not (isinstance(progress, bool) or callable(progress)):
             raise ConfigError(f"progress must be True, False or a function; got {progress!r}")
+        state.check_no_parts("save()")
         with state.readback.entered():
             plan = SavePlan.make(
                 path,

@@ -7,6 +7,7 @@ the last process that maps it.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -19,6 +20,7 @@ import torch
 
 from dlo_core.errors import HostMemoryError
 from dlo_core.pages import view_of
+from dlo_core.touch import Touching
 
 __all__ = ["Segment", "SegmentMaker", "receive"]
 
@@ -124,14 +126,16 @@ class Segment:
         """
         self.nbytes = nbytes
         try:
-            start, stop = (nbytes * (part[0] + step) // part[1] for step in (0, 1))
-            if start < stop:
-                os.posix_fallocate(descriptor, start, stop - start)
             pages = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                # Fewer pages to make and to lock, where the system has huge ones for shared memory.
+                with suppress(OSError):
+                    pages.madvise(mmap.MADV_HUGEPAGE)
+            with torch.inference_mode(False):
+                self._tensor: torch.Tensor | None = view_of(pages)
+            _make_pages(descriptor, self._tensor, part)
         except (OSError, ValueError) as error:
             raise _no_room(nbytes, error) from error
-        with torch.inference_mode(False):
-            self._tensor: torch.Tensor | None = view_of(pages)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -157,6 +161,29 @@ def _create(nbytes: int) -> int:
             os.close(descriptor)
         raise _no_room(nbytes, error) from error
     return descriptor
+
+
+def _make_pages(descriptor: int, memory: torch.Tensor, part: tuple[int, int]) -> None:
+    """Make one of ``part[1]`` parts of the pages.
+
+    Raises:
+        OSError: There is no room.
+    """
+    cuts = [memory.nbytes * (part[0] + step) // part[1] for step in (0, 1)]
+    start, stop = (cut // mmap.PAGESIZE * mmap.PAGESIZE for cut in cuts)
+    if part[0] == part[1] - 1:
+        stop = memory.nbytes
+    if start >= stop:
+        return
+    with Touching(memory.data_ptr() + start, stop - start) as touching:
+        code = touching.reach(memory.data_ptr() + stop)
+    if not touching.supported:
+        # One page after the other.
+        os.posix_fallocate(descriptor, start, stop - start)
+    elif code:
+        # What would end the process at a write is told as a bad address here.
+        code = errno.ENOSPC if code == errno.EFAULT else code
+        raise OSError(code, os.strerror(code))
 
 
 def _no_room(nbytes: int, error: Exception) -> HostMemoryError:

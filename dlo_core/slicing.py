@@ -100,6 +100,13 @@ class Slicing:
         Raises:
             CheckpointError: It cannot be cut like this.
         """
+        spread = item.original
+        # Else an uneven cut would fit on some ranks, which then go on without the others.
+        if is_dtensor(spread) and tuple(whole) != tuple(spread.shape):
+            raise CheckpointError(
+                f"{item.name!r} has shape {tuple(whole)} in the checkpoint, the model wants "
+                f"{tuple(spread.shape)} (a DTensor, over all its ranks)"
+            )
         if self._by_placements:
             return _cut_by_placements(item.original, whole)
         for pattern, dim, parts in self._rules:

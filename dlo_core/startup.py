@@ -29,6 +29,7 @@ from dlo_core.plan import (
     Footprint,
     Loading,
     ModelPlan,
+    own_values,
     plan_model,
     plan_residents,
     predict,
@@ -262,6 +263,7 @@ class Startup:
             self._backend,
             plans,
             rank=self._agreement.rank,
+            members=self._agreement.members,
             size=self._agreement.size,
             gathers=self.gathers,
             machine=Machine(),
@@ -344,6 +346,7 @@ class Startup:
             store=made.store,
             digest=decision.digest,
             progress=progress,
+            shares=made.allotment.shares,
         )
         made.engine.prepare(self._agreement)
         if made.allotment.note:
@@ -455,6 +458,10 @@ def _facts_of(number: int, plan: ModelPlan) -> dict[str, str]:
     facts[f"all layouts of model {number}"] = plan.digest().hex()[:12]
     if plan.checkpoint is None:
         facts[f"values of model {number} (a sample)"] = sample_values(plan).hex()[:12]
+    facts |= {
+        f"values of {name!r} of model {number} (post_load=, or the module's)": digest
+        for name, digest in own_values(plan).items()
+    }
     return facts
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from dlo_core.binding import Placeholder
+from dlo_core.dtensor import is_part, local_of
 from dlo_core.errors import UseError
 
 if TYPE_CHECKING:
@@ -84,6 +85,24 @@ class ModelState:
                 found.append(Named(name, same, tensor, place))
         return found
 
+    def check_no_parts(self, what: str, module: nn.Module | None = None) -> None:
+        """Refuse a model, or a module of it, of whose tensors this rank has but a part.
+
+        Raises:
+            UseError: Names the first one and the remedy.
+        """
+        for name, tensor in _all_tensors(self.model if module is None else module):
+            managed = not isinstance(tensor, Placeholder) and isinstance(
+                local_of(tensor), Placeholder
+            )
+            if managed or is_part(tensor):
+                raise UseError(
+                    f"{what} cannot be done: {name!r} is a DTensor of which each rank has a part "
+                    "(tensor parallelism, or fully_shard), and dlo would take the part for the "
+                    "whole; disable() first and use torch.distributed.checkpoint or "
+                    "full_tensor(), or go by the checkpoint that the weights came from"
+                )
+
     def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield all names and values: what stays on the device, then the blocks as they run.
 
@@ -136,6 +155,8 @@ class ModelState:
     ) -> Any:
         """Answer ``state_dict()`` of the model or a block: on the host, and nothing an alias."""
         nested = self._copies is not None
+        if not nested:
+            self.check_no_parts("state_dict()", module)
         with self.shared(type(module).__name__):
             live = {_storage(one.tensor) for one in self.named() if one.place is None} - {None}
             out = inner(*args, **kwargs)
@@ -172,6 +193,8 @@ class ModelState:
     ) -> None:
         """Answer ``_save_to_state_dict`` of one module with values in place of placeholders."""
         swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        if self._copies is None:
+            self.check_no_parts("state_dict()", module)
         with self.shared(type(module).__name__):
             try:
                 tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -205,9 +228,12 @@ class ModelState:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the host, with the same strides unless its elements overlap."""
+    """Return a copy on the host, with the same strides unless its elements overlap.
+
+    Of a DTensor, which must be whole on every rank, a plain tensor.
+    """
     with torch.inference_mode(False), torch.no_grad():
-        source = tensor.detach()
+        source = local_of(tensor).detach()
         shape, stride = source.shape, source.stride()
         if source.layout != torch.strided or any(
             step == 0 and length > 1 for length, step in zip(shape, stride, strict=True)
@@ -215,6 +241,13 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
             return source.to("cpu", copy=True)
         made = torch.empty_strided(shape, stride, dtype=source.dtype, device="cpu")
         return made.copy_(source)
+
+
+def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, part in module.named_modules():
+        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None:
+                yield f"{path}.{key}" if path else key, tensor
 
 
 def _residents(named: Sequence[Named]) -> Iterator[tuple[str, torch.Tensor]]:

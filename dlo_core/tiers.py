@@ -8,6 +8,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from dlo_core.coder import Coder
+from dlo_core.dtensor import is_dtensor, shard_groups
 from dlo_core.errors import ConfigError, DloWarning, HostMemoryError
 from dlo_core.host import HostStore, PrivateStore, SharedStore
 from dlo_core.ledger import Wish, spread
@@ -15,7 +16,7 @@ from dlo_core.mapped import PagesStore, StagedStore, why_not_mapped
 from dlo_core.packed_cut import PackedCut
 from dlo_core.packed_store import PackedStore
 from dlo_core.pages import PageableAllocator
-from dlo_core.plan import sample_values
+from dlo_core.plan import own_values, sample_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,17 +55,29 @@ def make_wish(
     plans: Sequence[ModelPlan],
     *,
     rank: int,
+    members: Sequence[int],
     size: int,
     gathers: bool,
     machine: Machine,
 ) -> Wish:
     """Return what this rank wishes; nothing is allocated.
 
+    Args:
+        config: The settings.
+        backend: Of the device.
+        plans: The models.
+        rank: In the group.
+        members: Global ranks of the group, where they are processes of one job.
+        size: Of the group.
+        gathers: Whether the weights are sharded over it.
+        machine: This rank's.
+
     Raises:
         ConfigError: The tier that was given by name cannot be had.
     """
     sizes = tuple(shard.nbytes for plan in plans for shard in plan.shards)
-    tiers = _tiers(config, backend.capabilities, plans, gathers=gathers)
+    apart = "" if size == 1 else _why_apart(plans, members)
+    tiers = _tiers(config, backend.capabilities, plans, gathers=gathers, apart=apart)
     return Wish(
         rank=rank,
         node=machine.node,
@@ -203,7 +216,12 @@ def _mapped_store(
 
 
 def _tiers(
-    config: OffloadConfig, capabilities: Capabilities, plans: Sequence[ModelPlan], *, gathers: bool
+    config: OffloadConfig,
+    capabilities: Capabilities,
+    plans: Sequence[ModelPlan],
+    *,
+    gathers: bool,
+    apart: str,
 ) -> tuple[str, ...]:
     """Return the tiers to try, the best first; the one that was given by name, or none."""
     host = config.host
@@ -218,6 +236,11 @@ def _tiers(
             "host='shared' is for ranks that each keep the whole model (use_allgather=False); in "
             "gather mode every rank keeps other bytes: use host=None, 'pinned' or 'mapped'"
         )
+    if host == "shared" and apart:
+        raise ConfigError(
+            f"host='shared' keeps one copy a node for ranks with the same weights, but {apart}; "
+            "pass topology=, which says who has the same, or use host='pinned' or 'pageable'"
+        )
     if host == "mapped" and reason is not None:
         raise ConfigError(
             f"host='mapped' cannot be had: {reason}; use host=None, 'pinned' or 'pageable'"
@@ -225,11 +248,28 @@ def _tiers(
     if host is not None:
         return (host,)
     tiers = ["pinned" if capabilities.pinned_memory else "pageable"]
-    if not gathers and _can_share(capabilities):
+    if not gathers and not apart and _can_share(capabilities):
         tiers.append("shared")
     if reason is None and not config.packed:
         tiers.append("mapped")
     return tuple(tiers)
+
+
+def _why_apart(plans: Sequence[ModelPlan], members: Sequence[int]) -> str:
+    """Return why the ranks of the group have different weights; nothing where none is known."""
+    for plan in plans:
+        for item in plan.inventory.owned():
+            if item.managed is not None:
+                return f"{item.name!r} is managed by fully_shard, and each rank has its own shard"
+            if not is_dtensor(item.original):
+                continue
+            for _, ranks in shard_groups(item.original):
+                if len(set(ranks) & set(members)) > 1:
+                    return (
+                        f"{item.name!r} is cut by tensor parallelism over the ranks {list(ranks)}, "
+                        "which each have a part"
+                    )
+    return ""
 
 
 def _can_share(capabilities: Capabilities) -> bool:
@@ -248,6 +288,7 @@ def _identity(plans: Sequence[ModelPlan]) -> str:
     digest = hashlib.sha256()
     for plan in plans:
         digest.update(plan.digest())
+        digest.update(repr(own_values(plan)).encode())
         if plan.checkpoint is None:
             digest.update(sample_values(plan))
             continue

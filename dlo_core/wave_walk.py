@@ -5,6 +5,11 @@ Ranks that share one sharded copy of the weights must make the same passes. A ra
 request, or one whose request took fewer steps, makes idle passes until the last rank is done: it
 serves its shards. It learns from the store how far the others are; who computes only tells, once a
 pass, and asks nobody. So the bits of a request do not depend on who runs beside it.
+
+[Note: two sets of topics]
+What is told stays in the store, so waves take turns with two sets of topics, and each number is
+stamped with its wave. A rank that writes over what it told two waves ago has seen the wave between
+them end on every rank, so nobody reads that any more.
 """
 
 from __future__ import annotations
@@ -20,9 +25,20 @@ if TYPE_CHECKING:
     from dlo_core.engine import Engine
     from dlo_core.layerwise import LayerwiseOffload
 
-__all__ = ["FreeWalk", "Walk"]
+__all__ = ["FreeWalk", "Walk", "of_turn", "stamped"]
 
 _POLL_S = 0.0005
+_STAMP = 1 << 32
+
+
+def stamped(turn: int, number: int) -> int:
+    """Return ``number`` as told in ``turn``; greater than all that was told in earlier turns."""
+    return turn * _STAMP + number
+
+
+def of_turn(turn: int, told: int) -> int:
+    """Return the number that was told in ``turn``; 0 when ``told`` is of another turn."""
+    return told % _STAMP if told // _STAMP == turn else 0
 
 
 class Walk:
@@ -44,7 +60,9 @@ class Walk:
         self._before_pass = before_pass
         self._serving = False
         self._agreement = offloaded.agreement
-        self._wave = f"wave {engine.next_wave()}"
+        self._wave: int = engine.next_wave()
+        # See [Note: two sets of topics].
+        self._topics = ("even", "odd")[self._wave % 2]
         self.passes = 0
         self._model = -1
         self._switches = 0
@@ -65,9 +83,16 @@ class Walk:
             # Who serves must fill from the same model: see where each stretch of passes begins.
             self._model = model
             place = self.passes * len(self._engine.streamers) + model
-            self._agreement.announce(f"{self._wave} stretch {self._switches}", place)
+            self._announce(f"stretch {self._switches}", place)
             self._switches += 1
-        self._agreement.announce(f"{self._wave} passes", self.passes)
+        self._announce("passes", self.passes)
+
+    def _announce(self, what: str, number: int) -> None:
+        self._agreement.announce(f"{self._topics} wave {what}", stamped(self._wave, number))
+
+    def _heard(self, what: str) -> list[int]:
+        told = self._agreement.heard(f"{self._topics} wave {what}")
+        return [of_turn(self._wave, number) for number in told]
 
     def _count(self) -> None:
         if not self._serving:
@@ -77,12 +102,11 @@ class Walk:
     def serve(self, timeout_s: float) -> int:
         """Make idle passes until every rank is done; return how many."""
         self._serving = True
-        done, passes = f"{self._wave} done", f"{self._wave} passes"
-        self._agreement.announce(done, 1)
+        self._announce("done", 1)
         made, seen, quiet_since = 0, None, time.monotonic()
         while True:
-            ended = self._agreement.heard(done)
-            counts = self._agreement.heard(passes)
+            ended = self._heard("done")
+            counts = self._heard("passes")
             if max(counts) > self.passes:
                 with self._offloaded.run_pass(self._model_of(self.passes + 1)):
                     pass
@@ -102,7 +126,7 @@ class Walk:
         models = self._offloaded.models
         found, stretch = 0, 0
         while True:
-            place = max(self._agreement.heard(f"{self._wave} stretch {stretch}"))
+            place = max(self._heard(f"stretch {stretch}"))
             begins, model = divmod(place, len(models))
             if not place or begins > number:
                 return models[found]
@@ -115,7 +139,7 @@ class Walk:
             if not over
         ]
         raise AgreementError(
-            f"{self._wave}: no sign of {', '.join(late)} for {timeout_s:g} s while this rank "
+            f"wave {self._wave}: no sign of {', '.join(late)} for {timeout_s:g} s while this rank "
             f"served after {self.passes} passes; look for an error there, or raise idle_timeout_s"
         )
 

@@ -14,11 +14,14 @@ import torch.distributed as dist
 
 from dlo_core.agreement import Agreement, GroupAgreement, LoneAgreement
 from dlo_core.errors import ConfigError, DloError, UseError
+from dlo_core.shard_group import reach
 from dlo_core.wave_request import CompatibilityKey, WaveRequest, check_wave, compatibility_key
-from dlo_core.wave_walk import FreeWalk, Walk
+from dlo_core.wave_walk import FreeWalk, Walk, of_turn, stamped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch.distributed import ProcessGroup
 
     from dlo_core.layerwise import LayerwiseOffload
     from dlo_core.topology import Topology
@@ -107,7 +110,8 @@ class WaveRunner:
             idle_timeout_s: Seconds for which a rank that serves waits for a sign of the others.
 
         Raises:
-            ConfigError: A setting cannot be honoured; on every rank.
+            ConfigError: A setting cannot be honoured, or the topology is not the offload's, or one
+                of HSDP; on every rank.
             AgreementError: A rank did not come.
         """
         self._offloaded = offloaded
@@ -125,7 +129,11 @@ class WaveRunner:
         self._entry = 0
         self._told_s = 0.0
         self.report = WaveReport(0, 0, 0, 0.0)
-        self._agreement.vote(self._problem(), "WaveRunner()")
+        try:
+            self._agreement.vote(self._problem(topology), "WaveRunner()")
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, requests: Sequence[WaveRequest] | None) -> list[WaveResult] | None:
         """Run ``requests``, given on one rank; every rank calls this.
@@ -182,7 +190,9 @@ class WaveRunner:
         Args:
             number: Of the request, in the order in which they were given.
         """
-        return self._running().announced(self._topic("progress", number))
+        return max(
+            of_turn(self._runs, told) for told in self._running().heard(f"progress {number}")
+        )
 
     def cancel(self, number: int) -> bool:
         """Stop a request of the running ``run`` before its next pass; other requests go on.
@@ -198,7 +208,7 @@ class WaveRunner:
         """
         agreement = self._running()
         if self._lone:
-            agreement.announce(self._topic("cancel", number), 1)
+            agreement.announce(f"cancel {number}", stamped(self._runs, 1))
         return self._lone
 
     def close(self) -> None:
@@ -221,9 +231,11 @@ class WaveRunner:
 
     # --- before -----------------------------------------------------------------------------------
 
-    def _problem(self) -> ConfigError | None:
+    def _problem(self, topology: Topology) -> ConfigError | None:
         if self._offloaded.engine is None:
             return ConfigError("WaveRunner() needs an offload that is enabled; call enable() first")
+        if (problem := _why_not(self._offloaded, topology)) is not None:
+            return problem
         if self._ragged and self._gathers and len(self._offloaded.engine.streamers) > 1:
             return ConfigError(
                 "ragged=True cannot be honoured with several models in one offload: ranks in "
@@ -231,9 +243,6 @@ class WaveRunner:
                 "one by one, or use equal requests"
             )
         return None
-
-    def _topic(self, what: str, number: int) -> str:
-        return f"run {self._runs} {what} {number}"
 
     def _running(self) -> Agreement:
         if self._agreement is None:
@@ -289,11 +298,13 @@ class WaveRunner:
     def _before_pass(self, number: int, passes: int) -> None:
         """Stop a cancelled request; tell how far it is, now and then."""
         agreement = self._running()
-        if self._lone and agreement.heard_from(self._entry, self._topic("cancel", number)):
-            raise _Stop
+        if self._lone:
+            told = agreement.heard_from(self._entry, f"cancel {number}")
+            if of_turn(self._runs, told):
+                raise _Stop
         if self._primary and (passes == 1 or time.monotonic() - self._told_s > _TELL_S):
             self._told_s = time.monotonic()
-            agreement.announce(self._topic("progress", number), passes)
+            agreement.announce(f"progress {number}", stamped(self._runs, passes))
 
     def _run_one(self, request: WaveRequest) -> WaveResult:
         began = time.monotonic()
@@ -321,21 +332,48 @@ class WaveRunner:
         )
 
 
+def _why_not(offloaded: LayerwiseOffload, topology: Topology) -> ConfigError | None:
+    """Return why requests cannot run over ``topology``; None: they can."""
+    own = offloaded.topology
+    if topology.sizes.has_hsdp or (own is not None and own.sizes.has_hsdp):
+        return ConfigError(
+            "WaveRunner() cannot run over HSDP: its ranks gather every block from each other in "
+            "each forward, so all of them must run the same passes, and an idle pass takes no part "
+            "in that; give all ranks one request at a time, or use DP without fully_shard()"
+        )
+    if own is not None:
+        for name in ("dp", "sp", "tp"):
+            theirs, mine = _ranks(getattr(own, name)), _ranks(getattr(topology, name))
+            if theirs != mine:
+                return ConfigError(
+                    f"WaveRunner() wants the topology of its offload, whose {name} group has the "
+                    f"global ranks {list(theirs)}; got one with {list(mine)}: pass "
+                    "topology=offloaded.topology"
+                )
+    elif offloaded.config.use_allgather and offloaded.size > 1:
+        members = offloaded.agreement.members
+        group = _ranks(topology.group_for(use_allgather=True))
+        narrowed = offloaded.config.shard_within == "node" and set(members) <= set(group)
+        if members != group and not narrowed:
+            return ConfigError(
+                f"WaveRunner() got a topology that shards the weights over the global ranks "
+                f"{list(group)}, but the offload shards them over {list(members)}; pass the same "
+                "topology to offload(), instead of group="
+            )
+    return None
+
+
+def _ranks(group: ProcessGroup | None) -> tuple[int, ...]:
+    return (dist.get_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
+
+
 def _all_ranks(topology: Topology, timeout_s: float) -> Agreement:
     """Return an agreement of all ranks that the topology's groups reach from here."""
     groups = [group for group in (topology.dp, topology.sp, topology.tp) if group is not None]
     groups = [group for group in groups if dist.get_world_size(group) > 1]
     if not groups:
         return LoneAgreement()
-    members: set[int] = {dist.get_rank()}
-    # Each step adds what the peers of one more dimension know: a grid is whole after all of them.
-    for group in groups:
-        step = GroupAgreement(group, timeout_s)
-        try:
-            members.update(*step.exchange(members, "WaveRunner()"))
-        finally:
-            step.close()
-    return GroupAgreement(sorted(members), timeout_s)
+    return GroupAgreement(reach(groups, (), timeout_s, "WaveRunner()"), timeout_s)
 
 
 def _plain(told: tuple[bytes, None] | tuple[None, BaseException]) -> tuple[Any, str | None]:

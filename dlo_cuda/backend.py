@@ -46,6 +46,8 @@ class CudaBackend(AcceleratorBackend):
                 pinned_memory=True,
                 host_registration=slabs is not None,
                 readonly_registration=slabs is not None and readonly,
+                # torch's own pinned memory takes powers of two.
+                locks_exactly=slabs is not None,
             ),
             allocator=slabs,
         )

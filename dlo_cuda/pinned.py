@@ -2,13 +2,11 @@
 
 torch's own pinned memory takes powers of two and locks one page after the other. Here a slab is an
 anonymous mapping of whole pages, on huge pages where the system gives them, brought in by several
-threads and registered afterwards.
+threads and registered piece by piece behind them.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import fcntl
 import mmap
 import os
@@ -16,8 +14,7 @@ import resource
 import tempfile
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -26,20 +23,18 @@ import torch
 
 from dlo_core.errors import BackendError, HostMemoryError
 from dlo_core.interface import PinnedAllocator
+from dlo_core.touch import POPULATE_READ, POPULATE_WRITE, Touching, touch_threads
 from dlo_cuda.cudart import READ_ONLY
 from dlo_cuda.maps import Region, regions_of
-from dlo_cuda.registration import PIECE_NBYTES, HostRegistration, whole_pages
+from dlo_cuda.registration import PIECE_NBYTES, HostRegistration, RefusedError, whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from dlo_cuda.cudart import Runtime
 
-__all__ = ["PinnedSlab", "SlabAllocator", "memory_limits", "touch"]
+__all__ = ["PinnedSlab", "SlabAllocator", "memory_limits"]
 
-_POPULATE_READ, _POPULATE_WRITE = 22, 23
-_TOUCH_NBYTES = 64 << 20
-_MOST_THREADS = 16
 _TURN_S = 60.0
 
 
@@ -100,7 +95,7 @@ class SlabAllocator(PinnedAllocator):
                 that they share; None: one in the system's folder for temporary files.
         """
         self._runtime = runtime
-        self._num_threads = num_threads or min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+        self._num_threads = num_threads or touch_threads()
         self._piece_nbytes = piece_nbytes
         default = Path(tempfile.gettempdir()) / f"dlo-register-{os.getuid()}.lock"
         self._lock_path = lock_path or default
@@ -118,9 +113,16 @@ class SlabAllocator(PinnedAllocator):
             pages = _map(nbytes)
             # The tensor holds the mapping; it goes when the last view goes.
             tensor = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
-        address = tensor.data_ptr()
-        self._touch(address, nbytes, _POPULATE_WRITE, f"cannot make {nbytes:,} bytes present")
-        return PinnedSlab(tensor, self._lock(address, nbytes, pages, 0))
+        with self._touching(tensor.data_ptr(), nbytes, POPULATE_WRITE) as touching:
+
+            def reach(stop: int) -> None:
+                if code := touching.reach(stop):
+                    raise HostMemoryError(
+                        f"cannot make {nbytes:,} bytes present ({os.strerror(code)}); "
+                        f"{memory_limits()}; use more ranks, or a machine with more memory"
+                    )
+
+            return PinnedSlab(tensor, self._lock(tensor.data_ptr(), nbytes, pages, 0, reach))
 
     def register(self, memory: torch.Tensor, *, readonly: bool = False) -> HostRegistration:
         """Page-lock the memory of a host tensor where it lies, without a copy.
@@ -143,21 +145,28 @@ class SlabAllocator(PinnedAllocator):
             raise HostMemoryError("register() wants memory; the tensor has no bytes")
         start, stop = whole_pages(address, nbytes)
         flags, shared = self._how(start, stop, nbytes, readonly)
-        advice = _POPULATE_READ if flags & READ_ONLY else _POPULATE_WRITE
-        self._touch(start, stop - start, advice, None)
-        if not shared:
-            return self._lock(address, nbytes, memory, flags)
-        with _turn(self._lock_path):
-            return self._lock(address, nbytes, memory, flags)
+        advice = POPULATE_READ if flags & READ_ONLY else POPULATE_WRITE
+        turn = _turn(self._lock_path) if shared else nullcontext()
+        # Pages that cannot be brought in are the driver's to refuse.
+        with self._touching(start, stop - start, advice) as touching, turn:
+            return self._lock(address, nbytes, memory, flags, touching.reach)
 
     def cuts(self, address: int, nbytes: int) -> list[int]:
         """Return where a copy from this range must be cut: one copy stays within one piece."""
         if not self._split:
             return []
-        seams = (seam - address for made in self._split for seam in made.seams)
-        return sorted(seam for seam in seams if 0 < seam < nbytes)
+        return sorted(
+            seam - address for made in self._split for seam in made.seams_in(address, nbytes)
+        )
 
-    def _lock(self, address: int, nbytes: int, keep: object, flags: int) -> HostRegistration:
+    def _lock(
+        self,
+        address: int,
+        nbytes: int,
+        keep: object,
+        flags: int,
+        reach: Callable[[int], object],
+    ) -> HostRegistration:
         try:
             made = HostRegistration(
                 self._runtime,
@@ -166,8 +175,9 @@ class SlabAllocator(PinnedAllocator):
                 keep=keep,
                 flags=flags,
                 piece_nbytes=self._piece_nbytes,
+                reach=reach,
             )
-        except HostMemoryError as error:
+        except RefusedError as error:
             raise HostMemoryError(
                 f"cannot page-lock {nbytes:,} bytes of host memory (cudaHostRegister: {error}); "
                 f"{memory_limits()}; use host='pageable', more ranks, or raise the limit"
@@ -209,13 +219,8 @@ class SlabAllocator(PinnedAllocator):
             _refuse(nbytes, "this device cannot register memory for reading only", "use a slab")
         return (READ_ONLY if needed else 0), any(region.shared for region in regions)
 
-    def _touch(self, address: int, nbytes: int, advice: int, doing: str | None) -> None:
-        code = touch(address, nbytes, advice=advice, num_threads=self._num_threads)
-        if code and doing is not None:
-            raise HostMemoryError(
-                f"{doing} ({os.strerror(code)}); {memory_limits()}; use more ranks, or a machine "
-                "with more memory"
-            )
+    def _touching(self, address: int, nbytes: int, advice: int) -> Touching:
+        return Touching(address, nbytes, advice=advice, num_threads=self._num_threads)
 
 
 def _needs_readonly(region: Region) -> bool:
@@ -242,49 +247,6 @@ def _map(nbytes: int) -> mmap.mmap:
         except (AttributeError, OSError):
             continue
     return pages
-
-
-def touch(
-    address: int,
-    nbytes: int,
-    *,
-    advice: int = _POPULATE_WRITE,
-    num_threads: int = 1,
-    madvise: Callable[[int, int, int], int] | None = None,
-) -> int:
-    """Bring the pages of a range in, with several threads at once; no byte is changed.
-
-    Args:
-        address: Start of a page.
-        nbytes: Bytes of the range.
-        advice: The advice that does it: populate for reading or for writing.
-        num_threads: Threads at a time.
-        madvise: Advises a range and returns an error number; None: the system's.
-
-    Returns:
-        0, or the error number of what went wrong. A system without these advices is no error: the
-        registration brings the pages in itself, only slower.
-    """
-    call = madvise or _system_madvise()
-    starts = range(address, address + nbytes, _TOUCH_NBYTES)
-
-    def one(start: int) -> int:
-        return call(start, min(_TOUCH_NBYTES, address + nbytes - start), advice)
-
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="dlo-touch") as pool:
-        codes = {code for code in pool.map(one, starts) if code}
-    return min(codes - {errno.EINVAL, errno.ENOSYS}, default=0)
-
-
-def _system_madvise() -> Callable[[int, int, int], int]:
-    # Unlike mmap.madvise, a call through ctypes lets the other threads run meanwhile.
-    library = ctypes.CDLL(None, use_errno=True)
-    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-    def call(address: int, nbytes: int, advice: int) -> int:
-        return ctypes.get_errno() if library.madvise(address, nbytes, advice) else 0
-
-    return call
 
 
 @contextmanager

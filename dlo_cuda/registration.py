@@ -17,6 +17,7 @@ import os
 import queue
 import threading
 import weakref
+from bisect import bisect_left, bisect_right
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +28,19 @@ if TYPE_CHECKING:
 
     from dlo_cuda.cudart import Runtime
 
-__all__ = ["PAGE_NBYTES", "PIECE_NBYTES", "HostRegistration", "whole_pages"]
+__all__ = ["PAGE_NBYTES", "PIECE_NBYTES", "HostRegistration", "RefusedError", "whole_pages"]
 
 PAGE_NBYTES = os.sysconf("SC_PAGESIZE")
-# A single call over 512 GiB fails on some drivers and leaves its error behind.
-PIECE_NBYTES = 64 << 30
+# While one piece is registered the pages of the next ones come in. A single call over 512 GiB fails
+# on some drivers and leaves its error behind.
+PIECE_NBYTES = 1 << 30
 SETTLE_S = 10.0
 
 _logger = logging.getLogger("dlo")
+
+
+class RefusedError(HostMemoryError):
+    """Raised when the driver does not take a registration; says its reason alone."""
 
 
 def whole_pages(address: int, nbytes: int) -> tuple[int, int]:
@@ -52,21 +58,31 @@ class _Pages:
         self._pieces: list[int] = []
         self._pid = os.getpid()
 
-    def lock(self, start: int, stop: int, *, flags: int, piece_nbytes: int) -> str | None:
-        """Register every piece, or none: then return why not."""
-        for piece in range(start, stop, piece_nbytes):
-            nbytes = min(piece_nbytes, stop - piece)
-            code = self._runtime.host_register(piece, nbytes, flags)
-            if code:
-                # Otherwise it comes up again as the error of the next kernel.
-                self._runtime.take_error()
-                reason = f"error {code}, {self._runtime.describe(code)}"
-                if stop - start > piece_nbytes:
-                    reason += f", at byte {piece - start:,}"
-                self.unlock()
-                return reason
-            self._pieces.append(piece)
-        return None
+    def lock(
+        self,
+        start: int,
+        stop: int,
+        *,
+        flags: int,
+        piece_nbytes: int,
+        reach: Callable[[int], object],
+    ) -> None:
+        """Register every piece once its pages are reached, or none at all."""
+        try:
+            for piece in range(start, stop, piece_nbytes):
+                nbytes = min(piece_nbytes, stop - piece)
+                reach(piece + nbytes)
+                code = self._runtime.host_register(piece, nbytes, flags)
+                if code:
+                    # Otherwise it comes up again as the error of the next kernel.
+                    self._runtime.take_error()
+                    where = f", at byte {piece - start:,}" if stop - start > piece_nbytes else ""
+                    reason = f"error {code}, {self._runtime.describe(code)}{where}"
+                    raise RefusedError(reason)
+                self._pieces.append(piece)
+        except BaseException:
+            self.unlock()
+            raise
 
     def unlock(self) -> None:
         """Unregister in reverse order, then let the mapping go. Idempotent."""
@@ -137,7 +153,7 @@ class HostRegistration:
 
     Attributes:
         nbytes: Bytes of the pages that are locked: all that the memory touches; 0 once released.
-        seams: Addresses inside of it at which one piece ends and the next one begins.
+        seams: Addresses inside of it at which one piece ends and the next one begins, in order.
     """
 
     def __init__(
@@ -149,6 +165,7 @@ class HostRegistration:
         keep: Any,
         flags: int = 0,
         piece_nbytes: int = PIECE_NBYTES,
+        reach: Callable[[int], object] = lambda _: None,
     ) -> None:
         """Lock the pages that the range touches.
 
@@ -159,20 +176,24 @@ class HostRegistration:
             keep: Whatever maps it; held until it is unlocked.
             flags: Of the registration.
             piece_nbytes: The most that one call registers; whole pages.
+            reach: Called with the end of each piece before it is registered; may raise.
 
         Raises:
-            HostMemoryError: The driver refused; nothing stays locked.
+            RefusedError: The driver refused; nothing stays locked.
         """
         start, stop = whole_pages(address, nbytes)
         self.seams = tuple(range(start + piece_nbytes, stop, piece_nbytes))
         _waiter.start()
         self._pages = _Pages(runtime, keep)
-        reason = self._pages.lock(start, stop, flags=flags, piece_nbytes=piece_nbytes)
-        if reason is not None:
-            raise HostMemoryError(reason)
+        self._pages.lock(start, stop, flags=flags, piece_nbytes=piece_nbytes, reach=reach)
         self.nbytes = stop - start
         # Runs when this object goes, and at exit in the reverse order of making.
         self._finalizer = weakref.finalize(self, self._pages.unlock_when_idle)
+
+    def seams_in(self, address: int, nbytes: int) -> tuple[int, ...]:
+        """Return the seams inside of a range."""
+        seams = self.seams
+        return seams[bisect_right(seams, address) : bisect_left(seams, address + nbytes)]
 
     def release(self) -> None:
         """Unlock the pages; no copy may be under way. Idempotent."""

@@ -103,6 +103,43 @@ def test_a_vote_raises_on_every_rank_and_names_the_one_that_failed() -> None:
             assert f"{type(error).__name__}: {error}" in text
 
 
+class TwoArguments(dlo.CheckpointError):
+    """Somebody's own error, of one of dlo's kinds, that cannot be made of a text."""
+
+    def __init__(self, file: str, line: int) -> None:
+        super().__init__(f"{file} is bad in line {line}")
+
+
+def test_an_error_that_cannot_be_sent_reaches_the_others_with_its_text() -> None:
+    """A class that is local, a text that raises, a constructor of its own."""
+
+    class Local(Exception):
+        pass
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    def job(rank: int) -> list[tuple[str, str]]:
+        agreement = GroupAgreement(world(), 20)
+        seen = []
+        for error in (Local("on purpose"), Mute(), TwoArguments("a.bin", 3)):
+            with pytest.raises((Local, Mute, dlo.DloError)) as caught:
+                agreement.vote(error if rank == 1 else None, "loading")
+            assert rank == 0 or caught.value is error
+            seen.append((type(caught.value).__name__, str(caught.value) if rank == 0 else ""))
+        agreement.vote(None, "loading")
+        agreement.close()
+        return seen
+
+    before = "loading failed on rank 1, so it was refused on all 2: "
+    assert run_ranks(job, 2)[0] == [
+        ("AgreementError", before + "Local: on purpose"),
+        ("AgreementError", before + "Mute: (no text: ValueError)"),
+        ("CheckpointError", before + "TwoArguments: a.bin is bad in line 3"),
+    ]
+
+
 def test_a_vote_with_several_failures_counts_them() -> None:
     def job(rank: int) -> str:
         agreement = GroupAgreement(world(), 20)

@@ -16,6 +16,7 @@ from test_dlo_toy import TestToyAllocator, TestToyBackend, TestToyCollective
 from dlo_core import registry
 from dlo_core.cpu import CpuBackend
 from dlo_core.errors import BackendError, HostMemoryError
+from dlo_core.interface import Capabilities
 from dlo_core.pages import PageableAllocator
 from dlo_core.testing import GlooAgreement, SimAgreement, SimBackend, World, run_ranks
 from dlo_core.testing.conformance import (
@@ -82,7 +83,9 @@ class LockingAllocator(PageableAllocator):
     0 <= resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] < 4 << 20, reason="ulimit -l is too low"
 )
 class TestLockingAllocator(AllocatorConformance):
-    registers_readonly = True
+    @pytest.fixture
+    def capabilities(self) -> Capabilities:
+        return Capabilities(readonly_registration=True)
 
     @pytest.fixture
     def allocator(self) -> PinnedAllocator:
@@ -99,12 +102,13 @@ class TestCudaBackend(BackendConformance):
 
 
 class TestCudaAllocator(AllocatorConformance):
-    # torch's pinned allocator takes powers of two.
-    locks_exactly = False
-
     @pytest.fixture
     def allocator(self, usable_backend: Callable[[str], Backend]) -> PinnedAllocator:
         return usable_backend("cuda").allocator
+
+    @pytest.fixture
+    def capabilities(self, usable_backend: Callable[[str], Backend]) -> Capabilities:
+        return usable_backend("cuda").capabilities
 
 
 class TestCudaCollective(CollectiveConformance):

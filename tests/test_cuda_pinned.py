@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from dlo_core import touch as touch_module
 from dlo_core.errors import BackendError, HostMemoryError
 
 pinned = pytest.importorskip("dlo_cuda.pinned")
@@ -24,7 +25,7 @@ from dlo_cuda import backend, registration  # noqa: E402
 from dlo_cuda.backend import CudaBackend  # noqa: E402
 from dlo_cuda.cudart import READ_ONLY, CudaRuntime, load_runtime  # noqa: E402
 from dlo_cuda.maps import regions_of  # noqa: E402
-from dlo_cuda.pinned import SlabAllocator, memory_limits, touch  # noqa: E402
+from dlo_cuda.pinned import SlabAllocator, memory_limits  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -228,44 +229,42 @@ def test_the_limits_are_those_of_the_cgroup(tmp_path: Path) -> None:
     assert "cgroup" not in memory_limits(tmp_path / "none")
 
 
-# --- bringing pages in ----------------------------------------------------------------------------
-
-
-def test_pages_are_touched_by_several_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "_TOUCH_NBYTES", 2 * PAGE)
-    both, seen = threading.Barrier(2, timeout=20), list[tuple[int, int]]()
+def test_pages_come_in_while_the_pieces_before_them_are_registered(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(touch_module, "_UNIT_NBYTES", PAGE)
+    first, registered = threading.Event(), threading.Event()
 
     def advise(address: int, nbytes: int, advice: int) -> int:
-        # Neither comes back before the other has begun.
-        both.wait()
-        seen.append((address, nbytes))
+        if first.is_set():
+            # All but the first unit wait until the first piece is registered.
+            assert registered.wait(20)
+        first.set()
         return 0
 
-    assert touch(8 * PAGE, 4 * PAGE, num_threads=2, madvise=advise) == 0
-    assert sorted(seen) == [(8 * PAGE, 2 * PAGE), (10 * PAGE, 2 * PAGE)]
+    def register(address: int, nbytes: int, flags: int) -> int:
+        registered.set()
+        return FakeRuntime.host_register(runtime, address, nbytes, flags)
+
+    monkeypatch.setattr(touch_module, "_system_madvise", lambda: advise)
+    monkeypatch.setattr(runtime, "host_register", register)
+    slab = SlabAllocator(runtime, num_threads=1, piece_nbytes=PAGE).allocate(3 * PAGE)
+    assert len(runtime.locked) == 3
+    slab.release()
 
 
-def test_touching_changes_no_byte() -> None:
-    memory = torch.arange(64 * PAGE, dtype=torch.uint8).contiguous()
-    before = memory.clone()
-    start = -(-memory.data_ptr() // PAGE) * PAGE
-    assert touch(start, 32 * PAGE, num_threads=3) in (0, errno.ENOMEM)
-    assert torch.equal(memory, before)
-
-
-def test_a_system_without_the_advice_is_no_error_and_no_memory_is_one() -> None:
-    codes = iter([errno.EINVAL, errno.ENOSYS, errno.ENOMEM])
-    for expected in (0, 0, errno.ENOMEM):
-        assert touch(0, PAGE, madvise=lambda *_: next(codes)) == expected
-
-
-def test_memory_that_cannot_be_brought_in_is_an_error_before_anything_is_locked(
-    slabs: SlabAllocator, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("bad", [0, 2])
+def test_memory_that_cannot_be_brought_in_is_an_error_and_leaves_nothing_locked(
+    bad: int, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned, "touch", lambda *_, **__: errno.ENOMEM)
+    monkeypatch.setattr(touch_module, "_UNIT_NBYTES", PAGE)
+    codes = iter([0] * bad + [errno.ENOMEM] * 3)
+    monkeypatch.setattr(touch_module, "_system_madvise", lambda: lambda *_: next(codes))
+    slabs = SlabAllocator(runtime, num_threads=1, piece_nbytes=PAGE)
     with pytest.raises(HostMemoryError, match=r"cannot make .* bytes present \(Cannot allocate"):
-        slabs.allocate(PAGE)
-    assert runtime.calls == []
+        slabs.allocate(3 * PAGE)
+    assert runtime.locked == {}
+    assert bad or runtime.calls == []
 
 
 # --- registering what is there --------------------------------------------------------------------

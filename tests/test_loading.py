@@ -538,6 +538,46 @@ def test_post_load_can_make_a_parameter_that_the_checkpoint_lacks(tmp_path: Path
     run_ranks(body, 2)
 
 
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"use_allgather": False, "host": "shared"}])
+def test_ranks_that_make_other_values_are_refused_where_they_would_be_mixed(
+    settings: dict[str, Any], stored: bool, tmp_path: Path
+) -> None:
+    """A value far from what a sample sees; each of the ranks gives a part of it to the others."""
+    path = tmp_path / "toy.safetensors"
+
+    def build() -> Any:
+        model = make_toy(3)
+        extra = nn.Parameter(torch.zeros(64, 64), requires_grad=False)
+        model.blocks[1].register_parameter("extra", extra)
+        return model
+
+    save_file({k: v for k, v in build().state_dict().items() if "extra" not in k}, path)
+
+    def job(rank: int) -> str:
+        def make(module: Any, value: float) -> None:
+            module.extra = nn.Parameter(torch.zeros(64, 64), requires_grad=False)
+            module.extra[20, 20] = value
+
+        def offload(different: bool) -> None:
+            dlo.offload(
+                build(),
+                device="cpu",
+                group=dist.group.WORLD,
+                checkpoint=path if stored else None,
+                post_load={"blocks.1": lambda module: make(module, rank * different)},
+                **settings,
+            ).shutdown()
+
+        with pytest.raises(dlo.AgreementError) as caught:
+            offload(True)
+        offload(False)
+        return str(caught.value)
+
+    for text in run_ranks(job, 2):
+        assert "blocks.1.extra" in text if not settings else "models differ" in text
+
+
 # --- the page -------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from toys import WideBlock, inputs, same_bits
 
@@ -278,6 +278,26 @@ def test_a_cut_is_the_slice_that_torch_makes() -> None:
                     place = zip(patch.at, patch.shape, strict=True)
                     got[tuple(slice(at, at + many) for at, many in place)] = box
                 assert torch.equal(got, want)
+
+
+def test_a_checkpoint_of_another_shape_is_refused_on_every_tp_rank(tmp_path: Path) -> None:
+    """Seven rows are wanted, and eight are there: on rank 0, which has four of either, too."""
+    path = tmp_path / "model.safetensors"
+    state = dict(Uneven().state_dict())
+    state["blocks.1.up.bias"] = torch.zeros(8)
+    save_file(state, path)
+
+    def job(rank: int) -> None:
+        topo = made_topology(tp=2)
+        model = Uneven().requires_grad_(False)
+        style: dict[str, Any] = {"up": ColwiseParallel(output_layouts=Replicate())}
+        for block in model.blocks:
+            parallelize_module(block, dim(topo, "tp"), style)
+        message = r"'blocks\.1\.up\.bias' has shape \(8,\).* wants \(7,\)"
+        with pytest.raises(dlo.CheckpointError, match=message):
+            dlo.offload(model, device="cpu", topology=topo, checkpoint=path, tp_plan="placements")
+
+    run_ranks(job, 2)
 
 
 def test_uneven_dtensors_stream_too() -> None:
@@ -622,3 +642,83 @@ class Wide(nn.Module):
         for block in (self.first, *self.blocks):
             x = block(x)
         return x
+
+
+# --- values that are spread over ranks ---------------------------------------------------------
+
+
+def uses_of_values(model: Any, offloaded: dlo.LayerwiseOffload, path: Path) -> list[Any]:
+    """Return every call that reads or writes whole tensors."""
+    whole = make_dit().state_dict()
+    return [
+        lambda: offloaded.save(path),
+        offloaded.state_dict,
+        lambda: offloaded.state_dict(to_rank=0),
+        lambda: list(offloaded.named_tensors()),
+        lambda: offloaded.update_weights(whole),
+        lambda: offloaded.update_weights(iter(whole.items())),
+        lambda: offloaded.load_state_dict(whole),
+        lambda: model.load_state_dict(whole),
+        lambda: model.load_state_dict(whole, strict=False),
+        model.state_dict,
+        model.blocks[1].state_dict,
+        model.blocks[1].q.state_dict,
+    ]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=SLOW), {"hsdp": (1, 2)}, {"hsdp": (2, 1)}],
+)
+def test_a_part_is_never_taken_for_the_whole_tensor(sizes: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever reads or writes values refuses on every rank, and nothing is changed."""
+
+    def job(rank: int) -> None:
+        topo = made_topology(**sizes)
+        if topo.hsdp_mesh is None:
+            reference, model = (make_dit(tp=dim(topo, "tp")) for _ in range(2))
+        else:
+            reference, model = (sharded(make_dit(), topo.hsdp_mesh) for _ in range(2))
+        offloaded = dlo.offload(
+            model, device="cpu", topology=topo, use_allgather=topo.hsdp_mesh is None
+        )
+        with torch.no_grad():
+            want = reference(*make_latent(0))
+            for use in uses_of_values(model, offloaded, tmp_path / "saved"):
+                with pytest.raises(dlo.UseError, match="of which each rank has a part"):
+                    use()
+                assert torch.equal(model(*make_latent(0)), want)
+        offloaded.disable()
+        assert torch.equal(model(*make_latent(0)), want)
+
+    run_ranks(job, 4 if "dp" in sizes else 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dtensor_that_is_whole_on_every_rank_is_read_and_written() -> None:
+    """In a block and outside of the blocks; what is read is plain."""
+
+    def build(mesh: DeviceMesh, seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = Uneven().requires_grad_(False)
+        for module in (model, *model.blocks):
+            module.register_parameter("scale", nn.Parameter(torch.rand(3), requires_grad=False))
+            values = DTensor.from_local(module.get_parameter("scale"), mesh, [Replicate()])
+            module.scale = nn.Parameter(values, requires_grad=False)
+        return model
+
+    def job(rank: int) -> None:
+        mesh = dim(made_topology(tp=2), "tp")
+        model, new = build(mesh, 0), build(mesh, 1)
+        offloaded = dlo.offload(model, device="cpu", group=dist.group.WORLD)
+        state = {name: local(tensor).clone() for name, tensor in new.state_dict().items()}
+        offloaded.update_weights(state)
+        for values in (dict(offloaded.named_tensors()), offloaded.state_dict()):
+            assert values is not None
+            assert {"scale", "blocks.1.scale"} <= set(values)
+            assert all(same_bits(local(values[name]), value) for name, value in state.items())
+        assert all(not hasattr(v, "to_local") for _, v in offloaded.named_tensors())
+        offloaded.disable()
+        assert all(same_bits(local(v), state[name]) for name, v in model.state_dict().items())
+
+    run_ranks(job, 2)

@@ -607,3 +607,47 @@ def test_load_state_dict_loads_all_or_nothing(size: int) -> None:
         return True
 
     assert all(everywhere(job, size))
+
+
+class Picky(Counting):
+    """A block that refuses a count below zero."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take the count."""
+        if state["count"] < 0:
+            raise ZeroDivisionError("a count below zero")
+        self.count = state["count"]
+
+
+class Stuck(dict[str, Any]):
+    """A mapping that cannot be gone through."""
+
+    def items(self) -> Any:
+        """Raise."""
+        raise ZeroDivisionError("no items")
+
+
+def test_state_that_one_rank_cannot_take_is_an_error_on_all() -> None:
+    """The module's own code fails last, when the others would go on and wait in the next pass."""
+
+    def job(rank: int) -> str:
+        torch.manual_seed(0)
+        model = Toy([Picky() for _ in range(3)]).requires_grad_(False)
+        state = model.state_dict()
+        name = "blocks.1._extra_state"
+        offloaded = dlo.offload(model, device=PoisonBackend(0), group=world(), load_timeout_s=10)
+        with pytest.raises(ZeroDivisionError if rank else dlo.AgreementError) as caught:
+            model.load_state_dict({**state, name: {"count": -rank}})
+        with pytest.raises(ZeroDivisionError if rank else dlo.AgreementError):
+            model.load_state_dict(Stuck(state) if rank else state)
+        lost = {**state, "blocks.9._extra_state": {"count": 1}}
+        with pytest.raises(dlo.ConfigError, match="is for no module"):
+            model.load_state_dict(lost)
+        assert model.load_state_dict(lost, strict=False).unexpected_keys == [
+            "blocks.9._extra_state"
+        ]
+        model(inputs())
+        offloaded.disable()
+        return str(caught.value)
+
+    assert "ZeroDivisionError: a count below zero" in run_ranks(job, 2)[0]

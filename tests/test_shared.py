@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import resource
@@ -14,7 +15,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from late import LateBackend, LateToy
 from leaks import nothing_left, segments
+from parallel_dit import made_topology, make_dit
 from pinning import PinningBackend, machine_of
 from poison import PoisonBackend
 from ranks import RanksError, run_ranks
@@ -23,6 +26,8 @@ from toys import assert_restored, inputs, make_toy, snapshot, twin
 
 import dlo_core as dlo
 from dlo_core import segment as segment_module
+from dlo_core import touch as touch_module
+from dlo_core.host import HostStore
 from dlo_core.segment import Segment, SegmentMaker, receive
 
 if TYPE_CHECKING:
@@ -130,6 +135,64 @@ def test_ranks_that_share_a_copy_update_it_together(checkpoint: Path) -> None:
         assert "blocks.0.linear.bias" in text
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_nobody_writes_before_all_have_read(late: int) -> None:
+    """Copies that the device has not come to are waited for on every rank before one writes."""
+
+    def body(rank: int) -> None:
+        backend = LateBackend()
+        model: Any = LateToy(5)
+        old, new = twin(model), LateToy(5, seed=1)
+        offloaded = start(model, backend)
+        x = inputs(rank)
+        out = model(x, backend)
+        if rank == late:
+            engine = offloaded.engine
+            stand_still = engine.streamers[0].stand_still
+
+            def slow() -> None:
+                time.sleep(0.5)
+                stand_still()
+
+            engine.streamers[0].stand_still = slow
+        offloaded.update_weights(new.state_dict())
+        backend.synchronize()
+        assert torch.equal(out, old(x))
+        out = model(x, backend)
+        backend.synchronize()
+        assert torch.equal(out, new(x))
+        dist.barrier()
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("hosts", [("shared", "shared"), ("shared", "pageable")])
+def test_weights_on_two_nodes_are_updated_together(hosts: tuple[str, str]) -> None:
+    """One rank a node writes what is shared there, whatever the other node has."""
+
+    def body(rank: int) -> int:
+        model, wanted = make_toy(N), make_toy(N, seed=1)
+        written = 0
+        write = HostStore.write
+
+        def count(self: HostStore, index: int, at: int, data: torch.Tensor) -> None:
+            nonlocal written
+            written += data.numel()
+            write(self, index, at, data)
+
+        with machine_of(node="aab"[rank]), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostStore, "write", count)
+            offloaded = start(model, PoisonBackend(0), host=hosts["aab"[rank] == "b"])
+            offloaded.update_weights(wanted.state_dict())
+        check(model, wanted)
+        dist.barrier()
+        offloaded.shutdown()
+        return written
+
+    blocks = sum(p.nbytes for p in make_toy(N).blocks.parameters())
+    assert run_ranks(body, 3) == [blocks, 0, blocks]
+
+
 def test_two_nodes_keep_a_copy_each(checkpoint: Path) -> None:
     def body(rank: int) -> tuple[int, tuple[int, int]]:
         model = make_toy(N)
@@ -228,7 +291,7 @@ def test_a_rank_that_cannot_be_handed_the_memory_is_told_why(checkpoint: Path) -
         assert "one user in one network namespace" in text
 
 
-@pytest.mark.parametrize("step", ["make", "pages"])
+@pytest.mark.parametrize("step", ["make", "pages", "pages one by one"])
 def test_no_room_for_the_memory_is_an_error_on_every_rank(step: str, checkpoint: Path) -> None:
     """The system itself refuses: a limit on the size of files, and a disk that is full."""
 
@@ -241,6 +304,9 @@ def test_no_room_for_the_memory_is_an_error_on_every_rank(step: str, checkpoint:
             def full(*args: Any) -> None:
                 raise OSError(28, "No space left on device")
 
+            code = errno.ENOMEM if step == "pages" else errno.EINVAL
+            module: Any = touch_module
+            module._system_madvise = lambda: lambda *_: code
             os.posix_fallocate = full
         return refused(rank, dlo.HostMemoryError, checkpoint, 0)
 
@@ -406,3 +472,76 @@ def test_a_system_without_anonymous_memory_says_so(monkeypatch: pytest.MonkeyPat
         SegmentMaker(5000)
     with pytest.raises(dlo.ConfigError, match="host='shared' cannot be had"):
         start(make_toy(2), PoisonBackend(0))
+
+
+# --- who shares by a topology ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sharing"),
+    [
+        ({"dp": 2, "tp": 2}, [(0, 2), (1, 3)]),
+        ({"dp": 2, "sp": 2}, [(0, 1, 2, 3)]),
+        pytest.param({"sp": 2, "tp": 2}, [(0, 2), (1, 3)], marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, [(0,), (1,)], marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_of_a_topology_that_have_the_same_weights_share(
+    sizes: dict[str, int], sharing: list[tuple[int, ...]]
+) -> None:
+    """Over DP and SP; TP ranks hold different weights and never share. Twice, and updated."""
+
+    def body(rank: int) -> tuple[int, int]:
+        topology = made_topology(**sizes)
+        model, fresh = (make_toy(N, seed=seed + topology.tp_rank) for seed in (0, 10))
+        resident = twin(model)
+        config = dlo.OffloadConfig(host="shared", use_allgather=False, load_timeout_s=20)
+        offloaded = dlo.LayerwiseOffload(config, device=PoisonBackend(0), topology=topology)
+        for _ in range(2):
+            offloaded.enable(model)
+            check(model, resident)
+            (inode,) = segments()
+            offloaded.update_weights(fresh.state_dict())
+            check(model, fresh)
+            offloaded.update_weights(resident.state_dict())
+            check(model, resident)
+            dist.barrier()
+            offloaded.disable()
+        return inode, offloaded.size
+
+    rows = run_ranks(body, sum(map(len, sharing)))
+    assert len({inode for inode, _ in rows}) == len(sharing)
+    for ranks in sharing:
+        assert len({rows[rank][0] for rank in ranks}) == 1
+        assert {rows[rank][1] for rank in ranks} == {len(ranks)}
+
+
+def test_ranks_with_parts_of_the_weights_never_share() -> None:
+    """HSDP's by their topology, TP's in a group that was given; a rank that differs is told."""
+
+    def body(rank: int) -> None:
+        settings: dict[str, Any] = {"host": "shared", "use_allgather": False, **SHORT}
+        topology = made_topology(hsdp=(1, 2))
+        with pytest.raises(dlo.ConfigError, match="HSDP's ranks hold different shards"):
+            dlo.offload(make_toy(2), device="cpu", topology=topology, **settings)
+        with pytest.raises(dlo.ConfigError, match="managed by fully_shard, and each rank has its"):
+            dlo.offload(
+                make_dit(hsdp=topology.hsdp_mesh),
+                device="cpu",
+                group=dist.group.WORLD,
+                **settings,
+            )
+        mesh = made_topology(tp=2).mesh
+        assert mesh is not None
+        model = make_dit(tp=mesh["tp"])
+        with pytest.raises(dlo.ConfigError, match="over the ranks \\[0, 1\\], which each have a"):
+            dlo.offload(model, device="cpu", group=dist.group.WORLD, **settings)
+        # Not even where it would be a way out of too little memory.
+        assert (
+            dlo.offload(
+                model, device="cpu", group=dist.group.WORLD, use_allgather=False
+            ).footprint.shared_nbytes
+            == 0
+        )
+
+    run_ranks(body, 2)

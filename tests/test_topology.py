@@ -426,6 +426,42 @@ def test_ranks_that_differ_in_the_setting_are_told_so() -> None:
     assert "rank 0 has None, rank 1 has node" in texts[0]
 
 
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"sp": 2}])
+@pytest.mark.parametrize(
+    ("name", "mine", "other"),
+    [
+        ("use_allgather", {}, {"use_allgather": False}),
+        (
+            "host='shared'",
+            {"use_allgather": False},
+            {"use_allgather": False, "host": "shared"},
+        ),
+    ],
+)
+def test_ranks_in_different_modes_are_told_at_once(
+    sizes: dict[str, int], name: str, mine: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """On all ranks, also where one goes alone and would not come to the others' meeting."""
+
+    def job(rank: int) -> str:
+        topology = made_topology(**sizes)
+        model = make_toy(2)
+        before = snapshot(model)
+        settings = other if rank == 1 else mine
+        start = time.monotonic()
+        with pytest.raises(dlo.AgreementError, match="Give every rank the same") as caught:
+            dlo.offload(model, device="cpu", topology=topology, load_timeout_s=20, **settings)
+        assert time.monotonic() - start < 10
+        assert_restored(model, before)
+        equal(model, rank, topology=topology)
+        return str(caught.value)
+
+    texts = run_ranks(job, 2)
+    values = ("False", "True") if name.startswith("host") else ("True", "False")
+    assert len(set(texts)) == 1
+    assert f"differ in {name}: rank 0 has {values[0]}, rank 1 has {values[1]}" in texts[0]
+
+
 def test_a_bad_setting_of_one_rank_is_told_to_those_that_narrow() -> None:
     def job(rank: int) -> None:
         topology = made_topology(dp=2)

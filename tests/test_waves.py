@@ -15,6 +15,7 @@ from ranks import RanksError, run_ranks
 from toys import make_toy
 
 import dlo_core as dlo
+from dlo_core.rendezvous import default_store
 from dlo_core.wave_request import check_wave, compatibility_key
 
 if TYPE_CHECKING:
@@ -247,6 +248,41 @@ def test_two_models_take_turns_while_a_rank_is_idle() -> None:
     assert run_ranks(job, 2) == [True, True]
 
 
+def test_a_server_that_runs_for_ever_does_not_fill_the_store() -> None:
+    """Exchanges, waves, progress and cancelled requests leave no more behind than the first."""
+
+    def job(rank: int) -> list[int]:
+        topology = dlo.Topology.from_sizes(dp=2, device_type="cpu")
+        high, low = make_toy(3, seed=1), make_toy(4, seed=2)
+        store = default_store()
+        keys = []
+
+        def both(request: dlo.WaveRequest) -> int:
+            runner.cancel(2)
+            with torch.inference_mode():
+                for step in range(request.num_inference_steps):
+                    (high if step % 2 else low)(noise(step))
+            return request.num_inference_steps
+
+        with dlo.offload([high, low], device="cpu", topology=topology, timeout_s=20) as offloaded:
+            runner = dlo.WaveRunner(offloaded, topology=topology, fn=both)
+            for _ in range(4):
+                results = runner.run(steps(3, 3, 3, 3, 3) if rank == 0 else None)
+                if results is not None:
+                    assert [each.cancelled for each in results] == [False, False, True] + [
+                        False
+                    ] * 2
+                    assert runner.progress(4) >= 1
+                offloaded.agreement.exchange(None, "the end of a run")
+                keys.append(store.num_keys())
+                offloaded.agreement.exchange(None, "counted")
+            runner.close()
+        return keys
+
+    for keys in run_ranks(job, 2):
+        assert len(set(keys[1:])) == 1
+
+
 # --- refused, on every rank and before anything is dispatched -------------------------------------
 
 
@@ -318,6 +354,37 @@ def test_settings_that_cannot_be_honoured_are_refused_on_every_rank() -> None:
 
     for message in run_ranks(job, 2):
         assert "several models" in message
+
+
+def test_a_topology_that_is_not_the_offloads_is_refused() -> None:
+    """Another dimension, another group, or HSDP, whose ranks all run the same passes."""
+
+    def job(rank: int) -> None:
+        world: Any = dist.group.WORLD
+        dp = dlo.Topology.from_groups(dp=world)
+        sp = dlo.Topology.from_groups(sp=world)
+        hsdp = dlo.Topology.from_groups(hsdp=world)
+        lone = dist.new_group([0])
+        half = dlo.Topology.from_groups(dp=lone if rank == 0 else None)
+        dist.barrier()
+
+        def refused(wrong: dlo.Topology, message: str, **settings: Any) -> None:
+            groups = len(dist.distributed_c10d._world.pg_map)
+            with dlo.offload(make_toy(2), device="cpu", **settings) as offloaded:
+                with pytest.raises(dlo.ConfigError, match=message):
+                    dlo.WaveRunner(offloaded, topology=wrong, fn=lambda request: None)
+                more = settings.get("topology")
+                # One that fits, and the failed ones left no group behind.
+                if more is not hsdp:
+                    dlo.WaveRunner(offloaded, topology=more or dp, fn=lambda request: None).close()
+            assert len(dist.distributed_c10d._world.pg_map) == groups
+
+        refused(sp, r"whose dp group has the global ranks \[0, 1\]; got one with", topology=dp)
+        refused(half, r"shards the weights over the global ranks \[\d\], but", group=world)
+        refused(hsdp, "cannot run over HSDP", topology=dp)
+        refused(dp, "cannot run over HSDP", topology=hsdp, use_allgather=False)
+
+    run_ranks(job, 2)
 
 
 def test_a_rank_that_serves_gives_up_on_one_that_shows_no_sign() -> None:

@@ -75,6 +75,8 @@ class StreamedRank:
         link_gb_s: From host to device, of a copy as large as a block.
         gather_gb_s: Bytes that a gather of a block writes; None where nothing is gathered.
         host_blocks: Whether a wait blocks the host on this backend.
+        ring_nbytes: Of ``device_nbytes``, slots and stages.
+        residents_nbytes: Of ``device_nbytes``, blocks that stay.
     """
 
     runs: tuple[Run, ...]
@@ -87,6 +89,8 @@ class StreamedRank:
     link_gb_s: float
     gather_gb_s: float | None
     host_blocks: bool
+    ring_nbytes: int = 0
+    residents_nbytes: int = 0
 
 
 @torch.inference_mode()
@@ -139,6 +143,8 @@ def measure_streamed(member: Member, job: BenchJob) -> StreamedRank:
         link_gb_s=link_gb_s,
         gather_gb_s=gather_gb_s,
         host_blocks=backend.capabilities.host_blocks,
+        ring_nbytes=offloaded.footprint.slots_nbytes + offloaded.footprint.stages_nbytes,
+        residents_nbytes=stats.resident_bytes,
     )
     member.barrier()
     offloaded.shutdown()

@@ -91,11 +91,15 @@ class Block(nn.Module):
         width = (x.shape[-1],)
         heads = self.qkv(F.layer_norm(x, width) * (1 + scale_a) + shift_a)
         q, k, v = heads.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(self.norm_q(q), self.norm_k(k), v)
+        mixed = self.attend(self.norm_q(q), self.norm_k(k), v)
         x = x + gate_a * self.out(mixed.transpose(1, 2).flatten(2))
         wide = F.gelu(self.up(F.layer_norm(x, width) * (1 + scale_m) + shift_m), approximate="tanh")
         out: Tensor = x + gate_m * self.down(wide)
         return out
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return attention over all tokens, ``[n, heads, tokens, features]`` as its arguments."""
+        return F.scaled_dot_product_attention(q, k, v)
 
 
 class SyntheticTransformer(nn.Module):
@@ -104,6 +108,7 @@ class SyntheticTransformer(nn.Module):
     dlo_blocks: ClassVar[tuple[str, ...]] = ("blocks",)
     # The same declaration for diffusers.
     _repeated_blocks: ClassVar[list[str]] = ["Block"]
+    block_class: ClassVar[type[Block]] = Block
 
     def __init__(self, shape: Shape) -> None:
         """Make the layers; make it on meta and ``build`` it where the weights shall be."""
@@ -111,7 +116,7 @@ class SyntheticTransformer(nn.Module):
         self.embed = nn.Linear(_CHANNELS, shape.width)
         self.time = nn.Linear(_TIME, shape.width)
         halves = ([False] + [True] * shape.num_half_blocks) * shape.num_blocks
-        self.blocks = nn.ModuleList(Block(shape, half=half) for half in halves)
+        self.blocks = nn.ModuleList(self.block_class(shape, half=half) for half in halves)
         self.project = nn.Linear(shape.width, _CHANNELS)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:

@@ -149,7 +149,8 @@ class BenchReport:
             f"{len(blocks)} blocks, {sum(blocks) / _GB:.3f} GB in all; {len(self.streamed)} "
             f"rank{'s' if len(self.streamed) > 1 else ''}, {mode}; {rates}",
             f"enabled in {enable:.2f} s, {host / enable / _GB:.2f} GB/s; host {host / _GB:.3f} GB, "
-            f"pinned {pinned / _GB:.3f} GB; device weights {device / _GB:.3f} GB",
+            f"pinned {pinned / _GB:.3f} GB; device weights {device / _GB:.3f} GB, of it "
+            f"{first.residents_nbytes / _GB:.3f} GB of blocks that stay",
         )
 
     def tables(self) -> tuple[Table, Table]:

@@ -1,0 +1,295 @@
+"""Contenders: dlo and its peers, each of which installs an offload and returns what to call."""
+
+from __future__ import annotations
+
+import re
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+    from dlo_core.bench.model import Shape
+
+    Attach = Callable[
+        [nn.Module, "Setting"], tuple[Callable[..., Any], Callable[[], dict[str, Any]]]
+    ]
+
+__all__ = ["CONTENDERS", "NotInstalled", "Setting", "host_used_gb"]
+
+_GB = 1e9
+
+
+class Setting:
+    """What a contender runs on.
+
+    Attributes:
+        device: The device.
+        shape: Of the model.
+        on_cpu: Whether there is no accelerator to copy to.
+        before_gb: Host memory that was in use when the set-up began.
+        start: The time then.
+    """
+
+    def __init__(self, device: str, shape: Shape) -> None:
+        """Take the options."""
+        import torch
+
+        self.device = torch.device(device)
+        self.shape = shape
+        self.on_cpu = self.device.type == "cpu"
+        self.restart()
+
+    def restart(self) -> None:
+        """Let the set-up begin now: what was done before is no part of it."""
+        self.before_gb = host_used_gb()
+        self.start = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        import torch
+
+        if not self.on_cpu:
+            torch.accelerator.synchronize(self.device)
+
+
+class NotInstalled(Exception):
+    """The peer's package is not here."""
+
+
+def nothing_more() -> dict[str, Any]:
+    """Return no further facts."""
+    return {}
+
+
+# --- contenders: each installs an offload and returns what to call --------------------------------
+
+
+def attach_dlo(**settings: Any) -> Attach:
+    """Return dlo with these settings."""
+
+    def attach(model: nn.Module, setting: Setting) -> Any:
+        import dlo_core as dlo
+
+        offloaded = dlo.offload(model, device=str(setting.device), **settings)
+
+        def facts() -> dict[str, Any]:
+            stats = offloaded.stats()
+            return {
+                "pinned_gb": round(stats.pinned_bytes / _GB, 3),
+                "exposed_ms": round(stats.exposed_ms, 2),
+            }
+
+        return model, facts
+
+    return attach
+
+
+def attach_dlo_registered(model: nn.Module, setting: Setting) -> Any:
+    """Return dlo over a checkpoint in memory, registered where it lies: no copy of the weights."""
+    import os
+    import tempfile
+
+    import torch
+    from safetensors.torch import save_file
+
+    import dlo_core as dlo
+    from dlo_core.bench.model import SyntheticTransformer
+
+    nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    room = os.statvfs("/dev/shm")
+    fits = room.f_bavail * room.f_frsize > 1.05 * nbytes
+    folder = tempfile.mkdtemp(dir="/dev/shm" if fits else None)
+    path = Path(folder, "model.safetensors")
+    try:
+        save_file(model.state_dict(), path)
+        with torch.device("meta"):
+            bare = SyntheticTransformer(setting.shape).to(getattr(torch, setting.shape.dtype))
+        setting.restart()
+        offloaded = dlo.offload(
+            bare.eval(), device=str(setting.device), checkpoint=path, host="mapped"
+        )
+    finally:
+        # The pages stay as long as they are mapped.
+        path.unlink(missing_ok=True)
+        Path(folder).rmdir()
+
+    def facts() -> dict[str, Any]:
+        stats = offloaded.stats()
+        return {
+            "pinned_gb": round(stats.pinned_bytes / _GB, 3),
+            "exposed_ms": round(stats.exposed_ms, 2),
+            "checkpoint": "in /dev/shm" if fits else "in the page cache",
+        }
+
+    return bare, facts
+
+
+def attach_diffusers(**options: Any) -> Attach:
+    """Return diffusers' group offloading."""
+
+    def attach(model: nn.Module, setting: Setting) -> Any:
+        hooks = _import("diffusers.hooks")
+        import torch
+
+        streams = {"use_stream": True, "low_cpu_mem_usage": False}
+        given = dict(options)
+        if setting.on_cpu:
+            # Streams need an accelerator.
+            streams = {}
+            given.pop("record_stream", None)
+        hooks.apply_group_offloading(
+            model,
+            onload_device=setting.device,
+            offload_device=torch.device("cpu"),
+            **streams,
+            **given,
+        )
+        return model, nothing_more
+
+    return attach
+
+
+def attach_accelerate(model: nn.Module, setting: Setting) -> Any:
+    """Return accelerate's offload, which copies each layer when it runs."""
+    accelerate = _import("accelerate")
+    moved = accelerate.cpu_offload(model, execution_device=setting.device, offload_buffers=True)
+    return moved, nothing_more
+
+
+def attach_fsdp(model: nn.Module, setting: Setting) -> Any:
+    """Return PyTorch's FSDP2 with CPU offload, prefetching the next block, in a world of one."""
+    import os
+    import tempfile
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    store = os.path.join(tempfile.mkdtemp(), "store")
+    library = "gloo" if setting.on_cpu else "nccl"
+    dist.init_process_group(library, init_method=f"file://{store}", rank=0, world_size=1)
+    mesh = init_device_mesh(setting.device.type, (1,))
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": CPUOffloadPolicy(pin_memory=not setting.on_cpu),
+        "reshard_after_forward": True,
+    }
+    blocks: Any = model.blocks
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+
+    def forward(*args: torch.Tensor) -> Any:
+        return model(*args)
+
+    return forward, nothing_more
+
+
+def attach_mmgp(model: nn.Module, setting: Setting) -> Any:
+    """Return mmgp with a budget of less than two blocks."""
+    offload = _import("mmgp").offload
+    blocks: Any = model.blocks
+    block_mb = sum(p.nbytes for p in blocks[0].parameters()) / 2**20
+    offload.all(
+        {"transformer": model},
+        pinnedMemory=True,
+        quantizeTransformer=False,
+        asyncTransfers=True,
+        budgets={"transformer": max(100, int(block_mb / 2))},
+        perc_reserved_mem_max=0.95,
+        verboseLevel=1,
+    )
+    return model, nothing_more
+
+
+def attach_omni(name: str) -> Attach:
+    """Return one of vllm-omni's backends."""
+
+    def attach(model: nn.Module, setting: Setting) -> Any:
+        offloader = _import("vllm_omni.diffusion.offloader")
+        from torch import nn
+
+        class Pipe(nn.Module):
+            _dit_modules = ("transformer",)
+            _encoder_modules = ()
+            _vae_modules = ()
+            _resident_modules = ()
+            _offload_plan = offloader.OffloadPlan(block_attrs={"transformer": ("blocks",)})
+
+        pipe = Pipe()
+        pipe.transformer = model
+        strategies, config = offloader.OffloadStrategy, offloader.OffloadConfig
+        if name == "distributed":
+            made = offloader.DistributedLayerwiseOffloadBackend(
+                config(
+                    strategy=strategies.DISTRIBUTED_LAYER_WISE,
+                    pin_cpu_memory=True,
+                    dp_size=1,
+                    dlo_use_allgather=True,
+                ),
+                setting.device,
+            )
+        else:
+            made = offloader.LayerWiseOffloadBackend(
+                config(strategy=strategies.LAYER_WISE, pin_cpu_memory=True), setting.device
+            )
+        made.enable(pipe)
+
+        def facts() -> dict[str, Any]:
+            # Names it, and keeps it alive.
+            return {"backend": type(made).__name__}
+
+        return model, facts
+
+    return attach
+
+
+def attach_resident(model: nn.Module, setting: Setting) -> Any:
+    """Return the model itself, all on the device."""
+    return model.to(setting.device), nothing_more
+
+
+# The most telling first.
+CONTENDERS: dict[str, Attach] = {
+    "resident": attach_resident,
+    "dlo": attach_dlo(),
+    "diffusers_block_record_stream": attach_diffusers(
+        offload_type="block_level", num_blocks_per_group=1, record_stream=True
+    ),
+    "fsdp2_cpu_offload": attach_fsdp,
+    "diffusers_block": attach_diffusers(offload_type="block_level", num_blocks_per_group=1),
+    "dlo_registered": attach_dlo_registered,
+    "diffusers_leaf_record_stream": attach_diffusers(offload_type="leaf_level", record_stream=True),
+    "accelerate_cpu_offload": attach_accelerate,
+    "diffusers_leaf": attach_diffusers(offload_type="leaf_level"),
+    "mmgp": attach_mmgp,
+    "omni_distributed": attach_omni("distributed"),
+    "omni_layerwise": attach_omni("layerwise"),
+    "dlo_depth3": attach_dlo(depth=3),
+}
+
+
+def _import(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise NotInstalled(f"{name.partition('.')[0]} is not installed ({error})") from error
+
+
+def host_used_gb() -> float:
+    """Return the host memory that cannot be had any more."""
+    text = Path("/proc/meminfo").read_text()
+    total, available = (
+        int(re.findall(rf"{name}:\s+(\d+)", text)[0]) for name in ("MemTotal", "MemAvailable")
+    )
+    return (total - available) / 1e6

@@ -1,0 +1,354 @@
+#!/usr/bin/env python3
+"""One command for a machine with several GPUs: gather mode against its limits and its rivals.
+
+Every section runs in a process of its own with a time limit and starts one process a rank; what
+it found so far is kept when it is killed. A table and JSON are written after each. All ranks and
+sections share one copy of the weights. NVLink multicast stays off.
+
+    python benchmarks/several_gpus.py --ranks 2 --out results --budget 470
+    python benchmarks/several_gpus.py --sections links,modes --tokens 4096,10240
+    python benchmarks/several_gpus.py --device cuda:0 --ranks 2 --small   two ranks on one GPU: bits
+    python benchmarks/several_gpus.py --device cpu --small                to see that it works
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkout import use_checkout
+from child import answer, machine, run_child, said
+
+if TYPE_CHECKING:
+    from dlo_core.bench.model import Shape
+
+# A program that multicasts over NVLink can put GPUs out of service that others share.
+os.environ |= {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+use_checkout()
+
+_PINNING = {
+    "PYTORCH_ALLOC_CONF": "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What one process measures.
+
+    Attributes:
+        limit_s: Seconds that it has.
+        contenders: Whom it runs, after the resident run where it has its own.
+        kind: ``"steps"``, ``"links"`` or ``"contention"``.
+        reference: The section with the resident run that it is held against.
+        parallel: ``"dp"`` or ``"sp"``.
+        unequal: Whether the model has blocks of two sizes.
+        num_lengths: How many of the lengths it runs.
+        environment: Variables of its ranks.
+        needs: A package without which it is left out.
+    """
+
+    limit_s: float
+    contenders: tuple[str, ...] = ()
+    kind: str = "steps"
+    reference: str = "modes"
+    parallel: str = "dp"
+    unequal: bool = False
+    num_lengths: int = 2
+    environment: dict[str, str] = field(default_factory=dict)
+    needs: str = ""
+
+
+# In the order of what one wants to know first.
+SECTIONS: dict[str, Section] = {
+    "links": Section(60, kind="links"),
+    "modes": Section(150, ("gather", "local_shared", "local"), num_lengths=3),
+    "fsdp": Section(100, ("fsdp2_cpu_offload",), num_lengths=3, environment=_PINNING),
+    "sp": Section(90, ("gather", "local_shared"), reference="sp", parallel="sp"),
+    "unequal": Section(80, ("gather", "local_shared"), reference="unequal", unequal=True),
+    "settings": Section(
+        110,
+        (
+            "gather_in_place",
+            "gather_in_place_depth3",
+            "gather_depth3",
+            "gather_residents10",
+            "gather_residents20",
+        ),
+    ),
+    "peer_copies": Section(50, ("gather_peer_copies",)),
+    "contention": Section(50, kind="contention"),
+    "few_channels": Section(50, ("gather",), environment={"NCCL_MAX_CTAS": "4"}),
+    "sp_rivals": Section(
+        80,
+        ("local", "fsdp2_cpu_offload"),
+        reference="sp",
+        parallel="sp",
+        environment=_PINNING,
+    ),
+    "omni": Section(90, ("omni_distributed",), environment=_PINNING, needs="vllm_omni"),
+}
+_PASSES = (8, 5, 3)
+# Ranks begin nothing, are killed and the section is killed so many seconds one after the other.
+_LAST_S = 3.0
+_LARGE, _SMALL = (4096, 10240, 24576), (8, 16, 32)
+# What the ranks' processes take beside the weights.
+_SPARE_NBYTES = 6 << 30
+
+
+def shape_of(options: argparse.Namespace, *, unequal: bool) -> Shape:
+    """Return the shape of the model: 40 blocks of 340 MB, or 19 of them and 38 of half the size."""
+    from dlo_core.bench.model import Shape
+
+    dtype = "float32" if options.device.startswith("cpu") else "bfloat16"
+    if options.small:
+        return Shape(64, 8, 3 if unequal else 5, 2 if unequal else 0, dtype)
+    return Shape(3072, 24, 19 if unequal else 40, 2 if unequal else 0, dtype)
+
+
+# --- one section, in its process ------------------------------------------------------------------
+
+
+def run_section(options: argparse.Namespace) -> int:
+    """Run the ranks of one section and hand over what they tell, as they tell it."""
+    from dlo_core.bench.launch import run_ranks
+
+    section = SECTIONS[options.run]
+    found: dict[str, Any] = {"contenders": {}, "ranks": {}, "reference": options.reference}
+
+    def hear(_: int, what: str) -> None:
+        told = json.loads(what)
+        kept = found["ranks"]
+        if told["name"]:
+            kept = found["contenders"].setdefault(told["name"], {})
+        kept.setdefault(str(told["rank"]), {}).update(told["found"])
+        answer(options.answer, found)
+
+    answer(options.answer, found)
+    measure, job = job_of(options, section)
+    try:
+        run_ranks(
+            measure,
+            (job,),
+            device=options.device,
+            ranks=options.ranks,
+            limit_s=max(options.until - time.time() - _LAST_S, 1.0),
+            on_tell=hear,
+            environment=lambda rank: environment(options, section, rank),
+        )
+    except Exception as error:
+        traceback.print_exc()
+        answer(options.answer, found | {"error": f"{type(error).__name__}: {error}"[:3000]})
+        return 1
+    answer(options.answer, found | {"complete": True})
+    return 0
+
+
+def job_of(options: argparse.Namespace, section: Section) -> tuple[Any, Any]:
+    """Return what each rank runs, and with what."""
+    from ranks_links import LinksJob, measure_contention, measure_links
+    from ranks_steps import StepsJob, measure_steps
+
+    shape = shape_of(options, unequal=section.unequal)
+    if section.kind != "steps":
+        block = 18 * shape.width**2 * 2
+        job = LinksJob(
+            weights=options.weights,
+            block_nbytes=block,
+            copy_nbytes=block if options.small else 1 << 30,
+            gemm_size=128 if options.small else 8192,
+        )
+        return (measure_links if section.kind == "links" else measure_contention), job
+    runs = tuple(zip(options.lengths, options.passes, strict=False))[: section.num_lengths]
+    contenders = section.contenders
+    if options.run == options.reference:
+        contenders = ("resident", *contenders)
+    parallel = section.parallel
+    # What is told at the end must be heard before the ranks are killed.
+    until = options.until - 2 * _LAST_S
+    return measure_steps, StepsJob(options.weights, shape, parallel, runs, contenders, until)
+
+
+def environment(options: argparse.Namespace, section: Section, rank: int) -> dict[str, str]:
+    """Return a rank's variables."""
+    made = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if ":" in options.device:
+        # NCCL refuses two ranks on one GPU, unless it takes them for two hosts.
+        made["NCCL_HOSTID"] = f"host{rank}"
+    return made | section.environment
+
+
+# --- all sections ---------------------------------------------------------------------------------
+
+
+def run_all(options: argparse.Namespace) -> int:
+    """Run every section within the budget; return 0 when all bits of dlo are right."""
+    from ranks_model import make_model
+    from ranks_report import rows_of
+    from ranks_tables import tables
+    from ranks_weights import grow_memory, make_weights, weights_nbytes
+
+    deadline = time.monotonic() + options.budget
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    shapes = {name: shape_of(options, unequal=name == "unequal") for name in ("equal", "unequal")}
+    results: dict[str, Any] = {
+        "machine": machine(options.device) | {"ranks": options.ranks, "links": topology(options)},
+        "ranks": options.ranks,
+        "shapes": {name: asdict(shape) for name, shape in shapes.items()},
+        "host_blocks": options.device.startswith("cpu"),
+        "sections": {},
+    }
+    print(json.dumps(results["machine"], indent=1), flush=True)
+    start = time.monotonic()
+    import torch
+
+    dtype = getattr(torch, shapes["equal"].dtype)
+    sizes = [weights_nbytes(make_model(shape, "dp", None), dtype) for shape in shapes.values()]
+    options.weights = make_weights(max(sizes), dtype)
+    if not options.small:
+        # A copy for every rank in rank-local mode.
+        results["available_gb"] = grow_memory(options.ranks * max(sizes) + _SPARE_NBYTES)
+    results["prepare_s"] = round(time.monotonic() - start, 1)
+    print(f"weights {max(sizes) / 1e9:.2f} GB, ready after {results['prepare_s']} s", flush=True)
+    for name in options.sections:
+        left = deadline - time.monotonic()
+        reason = why_not(options, name, left)
+        if reason:
+            found: dict[str, Any] = {"skipped": reason}
+        else:
+            limit_s = min(SECTIONS[name].limit_s, left)
+            print(f"== {name} (at most {limit_s:.0f} s)", flush=True)
+            found = run_child(__file__, passed_on(options, name, limit_s), limit_s=limit_s)
+        results["sections"][name] = found
+        rows = rows_of(results)
+        results["rows"] = [row.to_dict() for row in rows]
+        (out / "several_gpus.json").write_text(json.dumps(results, indent=1))
+        (out / "several_gpus.md").write_text(tables(results, rows))
+        show(name, found, [row for row in rows if row.section == name])
+    print(tables(results, rows_of(results)))
+    return verdict(results)
+
+
+def why_not(options: argparse.Namespace, name: str, left_s: float) -> str:
+    """Return why a section is left out; empty: it is not."""
+    section, heads = SECTIONS[name], shape_of(options, unequal=False).num_heads
+    if section.needs and find_spec(section.needs) is None:
+        return f"{section.needs} is not installed"
+    if section.parallel == "sp" and heads % options.ranks:
+        return f"{heads} heads cannot be divided among {options.ranks} ranks"
+    return "out of budget" if left_s < 15 else ""
+
+
+def passed_on(options: argparse.Namespace, name: str, limit_s: float) -> list[str]:
+    """Return the options of a section's process."""
+    arguments = ["--device", options.device, "--ranks", str(options.ranks)]
+    arguments += ["--tokens", ",".join(map(str, options.lengths))]
+    arguments += ["--passes", ",".join(map(str, options.passes))]
+    arguments += ["--run", name, "--weights", options.weights]
+    arguments += ["--reference", reference_for(name, options.sections)]
+    arguments += ["--until", str(time.time() + limit_s)]
+    return arguments + (["--small"] if options.small else [])
+
+
+def reference_for(name: str, sections: list[str]) -> str:
+    """Return the section whose resident run is the reference: its own where none is asked for."""
+    wanted = SECTIONS[name].reference
+    alike = [each for each in sections if SECTIONS[each].reference == wanted]
+    alike = [each for each in alike if SECTIONS[each].kind == "steps"]
+    return wanted if wanted in sections else next(iter(alike), name)
+
+
+def topology(options: argparse.Namespace) -> str:
+    """Return how the GPUs are linked, in a line."""
+    if not options.device.startswith("cuda"):
+        return "none"
+    return " / ".join(said(["nvidia-smi", "topo", "-m"]).split("\n\n")[0].split("\n"))
+
+
+def show(name: str, found: dict[str, Any], rows: list[Any]) -> None:
+    """Print what a section found."""
+    for row in rows:
+        limit = "–" if row.limit_ms is None else f"{row.limit_ms:.1f}"
+        print(
+            f"  {row.contender}, {row.tokens} tokens: {row.step_ms:.1f} ms, limit {limit}, "
+            f"same bits: {row.same_bits}"
+        )
+    for rank, each in found.get("ranks", {}).items():
+        print(f"  rank {rank}: {json.dumps(each)}")
+    for contender, ranks in found.get("contenders", {}).items():
+        for key in ("skipped", "errors"):
+            if key in ranks.get("0", {}):
+                print(f"  {contender}: {key}: {ranks['0'][key]}")
+    for key in ("skipped", "error", "log"):
+        if key in found:
+            print(f"  {key}: {found[key]}")
+    print(f"  {name}: {found.get('seconds', 0)} s", flush=True)
+
+
+def verdict(results: dict[str, Any]) -> int:
+    """Return 0 when dlo ran and every pass had the resident run's bits."""
+    from ranks_contenders import CONTENDERS
+
+    ours = [row for row in results["rows"] if CONTENDERS[row["contender"]].ours]
+    wrong = [f"{row['section']}, {row['contender']}" for row in ours if not row["same_bits"]]
+    if wrong:
+        print(f"other bits than the resident run, or unknown: {'; '.join(wrong)}")
+    return 1 if wrong or not ours else 0
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", help="cuda: a GPU a rank; cuda:0: one for all")
+    parser.add_argument("--ranks", type=int, default=0, help="as many as there are GPUs; 2")
+    parser.add_argument("--small", action="store_true", help="a model of a few megabytes")
+    parser.add_argument("--out", default=".", help="folder of several_gpus.json and .md")
+    parser.add_argument("--sections", default="", help=f"of: {', '.join(SECTIONS)}")
+    parser.add_argument("--tokens", default="", help="lengths of a rank, with commas between")
+    parser.add_argument("--passes", default="", help="timed passes of each length, likewise")
+    parser.add_argument("--budget", type=float, default=470, help="seconds for everything")
+    for name in ("run", "weights", "reference", "answer"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    lengths = _SMALL if options.small else _LARGE
+    options.lengths = _numbers(options.tokens) or list(lengths)
+    passes = _numbers(options.passes) or list(_PASSES)
+    options.passes = [passes[min(n, len(passes) - 1)] for n in range(len(options.lengths))]
+    options.ranks = options.ranks or _num_gpus(options.device)
+    options.sections = options.sections.split(",") if options.sections else [*SECTIONS]
+    unknown = [name for name in options.sections if name not in SECTIONS]
+    if unknown:
+        parser.error(f"unknown sections {', '.join(unknown)}; known: {', '.join(SECTIONS)}")
+    if options.ranks < 2:
+        parser.error(f"--ranks must be at least 2; got {options.ranks}")
+    return options
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")] if text else []
+
+
+def _num_gpus(device: str) -> int:
+    if device != "cuda":
+        return 2
+    import torch
+
+    return torch.cuda.device_count()
+
+
+if __name__ == "__main__":
+    given = parse()
+    sys.exit(run_section(given) if given.run else run_all(given))

@@ -1,0 +1,393 @@
+"""The script for several GPUs: its ranks on gloo, its gather by peer copies, its tables."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_benchmarks import FOLDER, run_script
+
+from dlo_core.bench.launch import Member
+from dlo_core.bench.model import Shape
+from dlo_core.registry import get_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MULTICAST_OFF = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that imports a script's module, and forgets it afterwards."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+# --- the ranks ------------------------------------------------------------------------------------
+
+
+def told_by_ranks(job: Any, measure: Any, size: int = 2) -> list[list[dict[str, Any]]]:
+    """Run ``measure`` on gloo ranks and return what each told."""
+
+    def work(rank: int) -> list[dict[str, Any]]:
+        told: list[dict[str, Any]] = []
+        member = Member(rank, size, get_backend("cpu"), lambda what: told.append(json.loads(what)))
+        measure(member, job)
+        return told
+
+    return run_ranks(work, size, limit_s=60)
+
+
+def gathered(told: list[list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return the findings by contender and rank, as the section keeps them."""
+    found: dict[str, dict[str, Any]] = {}
+    for each in told:
+        for one in each:
+            found.setdefault(one["name"], {}).setdefault(str(one["rank"]), {}).update(one["found"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parallel", "halves", "contenders"),
+    [
+        ("dp", 0, ("resident", "gather", "local", "local_shared")),
+        ("sp", 1, ("resident", "gather", "gather_in_place_depth3", "gather_peer_copies")),
+    ],
+)
+def test_contenders_on_ranks_give_the_resident_bits(
+    scripts: Any, parallel: str, halves: int, contenders: tuple[str, ...]
+) -> None:
+    weights, steps = scripts("ranks_weights"), scripts("ranks_steps")
+    report, model = scripts("ranks_report"), scripts("ranks_model")
+    shape = Shape(32, 4, 3, halves, "float32")
+    nbytes = weights.weights_nbytes(model.make_model(shape, "dp", None), torch.float32)
+    path = weights.make_weights(nbytes, torch.float32)
+    runs = ((8, 3), (16, 2))
+    job = steps.StepsJob(path, shape, parallel, runs, contenders, time.time() + 60)
+    found = gathered(told_by_ranks(job, steps.measure_steps))
+    if "gather_peer_copies" in found:
+        skipped = found.pop("gather_peer_copies")
+        assert "CUDA" in skipped["0"]["skipped"]
+    assert set(found) == set(contenders) - {"gather_peer_copies"}
+    section = {"contenders": found, "reference": "here"}
+    results = {"ranks": 2, "host_blocks": True, "sections": {"here": section}}
+    rows = report.rows_of(results)
+    assert len(rows) == len(found) * len(runs)
+    assert all(row.same_bits for row in rows)
+    digests = [found["resident"][rank]["runs"]["8"]["digests"] for rank in "01"]
+    assert digests[0] != digests[1]
+    assert len(found["resident"]["0"]["runs"]["8"]["block_ms"]) == 3 * (1 + halves)
+    assert all("host_nbytes" in each for ranks in found.values() for each in ranks.values())
+    # A pass of another contender would have other bits if it used other weights.
+    found["gather"]["1"]["runs"]["16"]["digests"] = ["x"]
+    wrong = [row for row in report.rows_of(results) if not row.same_bits]
+    assert [(row.contender, row.tokens) for row in wrong] == [("gather", 16)]
+
+
+def test_a_contender_that_there_is_no_time_for_is_left_out(scripts: Any) -> None:
+    weights, steps = scripts("ranks_weights"), scripts("ranks_steps")
+    path = weights.make_weights(1 << 20, torch.float32)
+    shape = Shape(32, 4, 2, 0, "float32")
+    job = steps.StepsJob(path, shape, "dp", ((8, 1),), ("resident", "gather"), time.time() + 1)
+    found = gathered(told_by_ranks(job, steps.measure_steps))
+    assert "out of time" in found["gather"]["0"]["skipped"]
+    assert "out of time" in found["gather"]["1"]["skipped"]
+
+
+# --- the gather by peer copies --------------------------------------------------------------------
+
+
+class MadeRegion:
+    """A buffer of each rank, which lie in one process; its barrier is one of threads."""
+
+    def __init__(self, buffers: list[torch.Tensor], barriers: list[threading.Barrier]) -> None:
+        self.buffers = buffers
+        self.barriers = barriers
+        self.reads_late = False
+
+    def get_buffer(
+        self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int
+    ) -> torch.Tensor:
+        if self.reads_late:
+            time.sleep(0.03)
+        return self.buffers[rank].view(dtype)[storage_offset : storage_offset + sizes[0]]
+
+    def barrier(self, channel: int) -> None:
+        self.barriers[channel].wait(10)
+
+
+def gather_by_copies(
+    peer_copies: Any, *, in_place: bool, deaf: int | None, ranks: int = 3, rounds: int = 3
+) -> bool:
+    """Gather on threads, in turns slow to come and slow to read; ``deaf``: a barrier left out."""
+    nbytes = 64
+    buffers = [torch.zeros(nbytes * ranks + 16, dtype=torch.uint8) for _ in range(ranks)]
+    barriers = [threading.Barrier(1 if channel == deaf else ranks) for channel in range(2)]
+    right: list[bool] = []
+
+    def run(rank: int) -> None:
+        region = MadeRegion(buffers, barriers)
+        start = 16 + rank * nbytes if in_place else 16
+        gather = peer_copies.PeerCopies(rank, ranks, lambda _: (region, start))
+        slot = buffers[rank][16:] if in_place else torch.zeros(nbytes * ranks, dtype=torch.uint8)
+        shard = buffers[rank][start : start + nbytes]
+        for number in range(rounds):
+            slow = number % ranks == rank
+            region.reads_late = (number + 1) % ranks == rank
+            if slow:
+                time.sleep(0.03)
+            shard.fill_(10 * number + rank)
+            gather.all_gather(slot, shard)
+            seen = slot.view(ranks, nbytes).clone()
+            # What comes next may overwrite it at once.
+            shard.fill_(255)
+            right.append(all(bool((seen[r] == 10 * number + r).all()) for r in range(ranks)))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return len(right) == ranks * rounds and all(right)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_peer_copies_gather_every_shard_and_need_both_barriers(
+    scripts: Any, in_place: bool
+) -> None:
+    peer_copies = scripts("peer_copies")
+    assert gather_by_copies(peer_copies, in_place=in_place, deaf=None)
+    assert not gather_by_copies(peer_copies, in_place=in_place, deaf=0)
+    assert not gather_by_copies(peer_copies, in_place=in_place, deaf=1)
+
+
+def test_closing_peer_copies_gives_the_group_back_once(scripts: Any) -> None:
+    closed: list[int] = []
+    made = scripts("peer_copies").PeerCopies(
+        0, 2, lambda _: (None, 0), on_close=partial(closed.append, 1)
+    )
+    made.close()
+    made.close()
+    assert closed == [1]
+
+
+def test_views_are_found_in_the_buffer_that_all_ranks_map_once(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.distributed._symmetric_memory as symmetric
+
+    met: list[torch.Tensor] = []
+
+    def rendezvous(made: torch.Tensor, group: Any) -> torch.Tensor:
+        met.append(made)
+        return made
+
+    monkeypatch.setattr(symmetric, "empty", torch.empty)
+    monkeypatch.setattr(symmetric, "enable_symm_mem_for_group", lambda name: None)
+    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    group: Any = SimpleNamespace(group_name="ours")
+    regions = scripts("peer_copies").SymmetricRegions(group, torch.device("cpu"))
+    first, second = regions.empty(8192), regions.empty(8192)
+    for view, buffer, start in ((first[100:200], first, 100), (second, second, 0)):
+        region, found = regions.find(view)
+        assert region is buffer
+        assert found == start
+    assert regions.find(first)[0] is first
+    assert [made.data_ptr() for made in met] == [first.data_ptr(), second.data_ptr()]
+
+
+# --- limits and tables ----------------------------------------------------------------------------
+
+
+def made_results() -> dict[str, Any]:
+    """Two ranks, four blocks of 1 GB; the link gives 50 GB/s, a gather writes 400."""
+
+    def runs(steps: dict[int, float]) -> dict[str, Any]:
+        return {
+            str(tokens): {
+                "step_ms": ms,
+                "digests": ["a"],
+                "allocated_nbytes": 2e9,
+                "reserved_nbytes": 3e9,
+                "block_ms": [ms / 4] * 4,
+                "energy_j": 5.0,
+            }
+            for tokens, ms in steps.items()
+        }
+
+    def contender(steps: dict[int, float], pinned: int = 0, shared: int = 0) -> dict[str, Any]:
+        one = {
+            "runs": runs(steps),
+            "start_s": 1.5,
+            "blocks_nbytes": [10**9] * 4,
+            "pinned_nbytes": pinned,
+            "shared_nbytes": shared,
+            "host_nbytes": 10**9,
+        }
+        return {"0": one, "1": one}
+
+    links = {"link_all_gb_s": 50.0, "link_all_shared_gb_s": 40.0, "gather_gb_s": 400.0}
+    return {
+        "machine": {"torch": "9"},
+        "ranks": 2,
+        "host_blocks": False,
+        "sections": {
+            "links": {"ranks": {"0": links | {"link_all_gb_s": 60.0}, "1": links}},
+            "modes": {
+                "reference": "modes",
+                "contenders": {
+                    "resident": contender({100: 30.0, 200: 60.0, 300: 120.0}),
+                    "gather": contender({100: 41.0, 200: 60.0, 300: 120.0}, pinned=2 * 10**9),
+                    "local": contender({100: 80.0, 200: 80.0, 300: 120.0}, pinned=4 * 10**9),
+                    "local_shared": contender({100: 101.0}, 4 * 10**9, 4 * 10**9),
+                },
+            },
+            "fsdp": {"reference": "modes", "contenders": {}, "error": "killed after 9 s"},
+            "settings": {
+                "reference": "modes",
+                "contenders": {"gather_residents20": contender({100: 31.0})},
+            },
+        },
+    }
+
+
+def test_a_step_is_held_against_the_limit_of_its_mode(scripts: Any) -> None:
+    rows = {
+        (row.contender, row.tokens): row for row in scripts("ranks_report").rows_of(made_results())
+    }
+    gather = rows["gather", 100]
+    # 2 GB over the slower rank's 50 GB/s are longer than 30 ms of compute and 10 ms of gathers.
+    assert (gather.resident_ms, gather.copy_ms, gather.gather_ms) == (30.0, 40.0, 10.0)
+    assert gather.limit_ms == 40.0
+    assert gather.ratio == pytest.approx(41 / 40)
+    assert gather.simulated_ms == pytest.approx(40.0)
+    assert rows["gather", 300].limit_ms == 120.0
+    assert rows["local", 100].limit_ms == 80.0
+    assert rows["local_shared", 100].limit_ms == 100.0
+    # Half of the blocks stay.
+    assert rows["gather_residents20", 100].limit_ms == 30.0
+    assert gather.energy_j == 10.0
+
+
+def test_without_rates_and_without_a_resident_run_nothing_is_claimed(scripts: Any) -> None:
+    results = made_results()
+    del results["sections"]["links"]
+    del results["sections"]["modes"]["contenders"]["resident"]
+    row = scripts("ranks_report").rows_of(results)[0]
+    assert (row.limit_ms, row.ratio, row.simulated_ms, row.same_bits) == (None,) * 4
+    assert "| – |" in scripts("ranks_tables").tables(results, [row])
+
+
+def test_the_modes_cross_where_the_link_hides_a_whole_model(scripts: Any) -> None:
+    report = scripts("ranks_report")
+    points = report.crossing(report.rows_of(made_results()))
+    # 80 ms of copies lie a third of the way from 60 to 120 ms of compute.
+    assert points["limits_tokens"] == pytest.approx(233.3)
+    # 80/60 at 200 tokens, 1 at 300, 1.03 between.
+    assert points["measured_tokens"] == pytest.approx(291.0)
+
+
+def test_the_tables_tell_all_that_was_found(scripts: Any) -> None:
+    results = made_results()
+    rows = scripts("ranks_report").rows_of(results)
+    text = scripts("ranks_tables").tables(results, rows)
+    assert (
+        "| modes | gather | 100 | 41.0 | 40.0 | 1.025 | 40.0 | 30.0 | 40.0 | 10.0 | yes |" in text
+    )
+    assert "| modes | gather | 2.00 | 4.00 | 1.50 |" in text
+    # One copy that both ranks lock.
+    assert "| modes | local_shared | 2.00 | 4.00 | 1.50 |" in text
+    assert "- fsdp: killed after 9 s" in text
+    assert "modes, gather, 100 tokens: 1.025 of its limit, within 1.03" in text
+    assert "from 291 tokens on" in text
+
+
+# --- the script -----------------------------------------------------------------------------------
+
+
+def test_multicast_is_off_for_every_rank(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in MULTICAST_OFF:
+        monkeypatch.setenv(name, "something else")
+    script = scripts("several_gpus")
+    assert os.environ.items() >= MULTICAST_OFF.items()
+    options = script.parse(["--device", "cuda:0", "--ranks", "2"])
+    made = [script.environment(options, script.SECTIONS["few_channels"], r) for r in range(2)]
+    assert made[0]["NCCL_HOSTID"] != made[1]["NCCL_HOSTID"]
+    assert made[0]["NCCL_MAX_CTAS"] == "4"
+    assert not any(name in each for each in made for name in MULTICAST_OFF)
+
+
+def test_a_section_whose_reference_is_not_asked_for_brings_its_own(scripts: Any) -> None:
+    find = scripts("several_gpus").reference_for
+    assert find("fsdp", ["links", "modes", "fsdp"]) == "modes"
+    assert find("settings", ["links", "fsdp", "settings"]) == "fsdp"
+    assert find("fsdp", ["links", "fsdp", "settings"]) == "fsdp"
+    assert find("sp_rivals", ["modes", "sp_rivals"]) == "sp_rivals"
+    assert find("unequal", ["unequal"]) == "unequal"
+
+
+def test_a_section_that_cannot_run_here_is_left_out_with_the_reason(scripts: Any) -> None:
+    script = scripts("several_gpus")
+    options = script.parse(["--device", "cpu", "--small", "--ranks", "3"])
+    assert "8 heads cannot be divided among 3 ranks" in script.why_not(options, "sp", 100)
+    assert "vllm_omni is not installed" in script.why_not(options, "omni", 100)
+    assert script.why_not(options, "modes", 5) == "out of budget"
+    assert not script.why_not(options, "modes", 100)
+
+
+def test_every_section_and_contender_is_documented(scripts: Any) -> None:
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    script, contenders = scripts("several_gpus"), scripts("ranks_contenders").CONTENDERS
+    assert all(f"| `{name}` |" in text for name in script.SECTIONS)
+    assert all(f"`{name}`" in text for name in contenders)
+    asked = {name for section in script.SECTIONS.values() for name in section.contenders}
+    assert asked | {"resident"} == set(contenders)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--small", "--ranks", "2", "--out", str(tmp_path)]
+    done = run_script("several_gpus.py", *options, limit_s=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "several_gpus.json").read_text())
+    for name, found in results["sections"].items():
+        if name == "omni":
+            assert "not installed" in found["skipped"]
+        else:
+            assert found["complete"], name
+    assert all(row["same_bits"] for row in results["rows"])
+    assert {row["section"] for row in results["rows"]} >= {"modes", "fsdp", "sp", "unequal"}
+    assert (tmp_path / "several_gpus.md").read_text() in done.stdout
+
+
+@pytest.mark.slow
+def test_three_ranks_tell_rates_and_contention(scripts: Any) -> None:
+    weights, links = scripts("ranks_weights"), scripts("ranks_links")
+    path = weights.make_weights(1 << 20, torch.float32)
+    job = links.LinksJob(path, 3 * 256 * 100, 1 << 16, 64)
+    rates = gathered(told_by_ranks(job, links.measure_links, 3))[""]
+    assert all(found[name] > 0 for found in rates.values() for name in ("gather_gb_s", "link_gb_s"))
+    beside = gathered(told_by_ranks(job, links.measure_contention, 3))[""]
+    assert all(found["nccl"]["in_place"]["right"] for found in beside.values())
+    assert "CUDA" in beside["0"]["peer_copies"]
