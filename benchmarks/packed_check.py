@@ -12,12 +12,14 @@ from __future__ import annotations
 import sys
 
 import check_packed_codec
+import check_packed_steps
 from gpu_check import Sections, parse, run_all, run_section
 
 # In the order of what one wants to know first, each with its limit in seconds.
 SECTIONS: Sections = {
     "bits": (check_packed_codec.bits, 90),
     "rates": (check_packed_codec.rates, 90),
+    "steps": (check_packed_steps.steps, 240),
     "damage": (check_packed_codec.damage, 60),
 }
 
