@@ -78,6 +78,26 @@ class Coder:
                     )
             return row
 
+    def trial(self, run: torch.Tensor, tensors: Sequence[tuple[int, int]]) -> tuple[int, float]:
+        """Return the bytes that a host run takes packed, and the milliseconds of decoding it."""
+        with torch.inference_mode(False), torch.no_grad():
+            data = self._upload("run", run)
+            index = self._measure(data, tensors)
+            # As long as a decoder may look.
+            row = self._take("row", -(-index.header.nbytes // 256) * 256)
+            write_segment(self._codec, data, index, row)
+            stream = self._backend.current_stream()
+            least = float("inf")
+            # The first time kernels are compiled.
+            for _ in range(4):
+                start, end = (self._backend.new_event(timing=True) for _ in range(2))
+                start.record(stream)
+                self._codec.decode(row.view(1, -1), data)
+                end.record(stream)
+                end.synchronize()
+                least = min(least, start.elapsed_time(end))
+            return index.header.nbytes, least
+
     def decode(self, row: torch.Tensor) -> torch.Tensor:
         """Return the run that a host row holds, in host memory of its own.
 

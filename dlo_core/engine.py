@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -50,7 +51,9 @@ if TYPE_CHECKING:
     from dlo_core.config import OffloadConfig
     from dlo_core.host import HostStore
     from dlo_core.interface import Backend, Collective
+    from dlo_core.packed_cut import PackedCut
     from dlo_core.plan import ModelPlan
+    from dlo_core.shard import ShardPlan
     from dlo_core.slots import Slot
     from dlo_core.tape import Agree
 
@@ -114,6 +117,7 @@ class Engine:
         self.streamers: list[Streamer] = []
         self.states: list[ModelState] = []
         self.edited = False
+        self.choice: Choice | None = None
         self._hooks: list[Hooks] = []
         self._waves = itertools.count(1)
 
@@ -244,6 +248,7 @@ class Engine:
                 pool=self.pool,
                 pass_start=self._backend.new_event(timing=True),
                 rank=agreement.rank,
+                before_pass=self._before_pass,
             )
             self.streamers.append(streamer)
             state = self._make_state(plan, streamer)
@@ -279,6 +284,42 @@ class Engine:
             for index, placeholder in enumerate(binding.placeholders)
         }
         return ModelState(plan.model, placeholders, readback)
+
+    def let_choose(self, choice: Choice) -> None:
+        """Ask ``choice`` before each pass from now on."""
+        self.choice = choice
+
+    def _before_pass(self, streamer: Streamer) -> None:
+        if self.choice is not None:
+            self.choice.before_pass(streamer)
+
+    def change_form(
+        self, store: HostStore, shards: Sequence[ShardPlan | PackedCut], decoded: Slot | None
+    ) -> None:
+        """Let the same values travel in another form; between two passes, nothing is under way.
+
+        Args:
+            store: Has them in that form.
+            shards: How the blocks are cut in it.
+            decoded: Where they compute if they are packed.
+        """
+        if self.pool.decoded is not None:
+            for streamer in self.streamers:
+                for binding in streamer.bindings:
+                    binding.forget(self.pool.decoded)
+        self.store, self.shards, self.pool.decoded = store, list(shards), decoded
+        for number, shard in enumerate(self.shards):
+            # The transfer has this list.
+            parts = store.parts(number)
+            self.blocks[number] = replace(self.blocks[number], plan=shard, shard=parts)
+        home = None if decoded is None else DecodedHome(self.pool, codec_of(self._backend))
+        self.transfer.use(home)
+        for state in self.states:
+            state.readback.use(store)
+        for streamer in self.streamers:
+            streamer.tape.forget()
+            streamer.reload_residents(streamer.residents.numbers)
+        self.pool.owner.prefetch()
 
     def load_residents(self) -> None:
         """Load the blocks that stay, and wait until they are there; still no model is touched.
@@ -498,6 +539,16 @@ def _attribute_run(plan: ModelPlan) -> torch.Tensor:
 
 def _tensors(layout: BlockLayout, run: torch.Tensor) -> list[torch.Tensor]:
     return [tensor_from(spec, run) for spec in layout.tensors]
+
+
+class Choice(Protocol):
+    """The choice of the form in which weights travel."""
+
+    packed: bool
+    reason: str
+
+    def before_pass(self, streamer: Streamer) -> None:
+        """Change the form, if it is time; between two passes."""
 
 
 class _AgreeAlone:

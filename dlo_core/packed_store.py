@@ -74,7 +74,10 @@ class PackedStore(HostStore):
 
     def parts(self, index: int) -> tuple[Part, ...]:
         """Return the packed shard of block ``index``."""
-        return self._inner.parts(index)
+        nbytes = self._cuts[index].nbytes
+        return tuple(
+            (at, part[: nbytes - at]) for at, part in self._inner.parts(index) if at < nbytes
+        )
 
     def whole(self, index: int) -> torch.Tensor:
         """Return this rank's part of the run of block ``index``, decoded."""

@@ -120,7 +120,7 @@ class Footprint:
         pageable_nbytes: Of ``host_nbytes``, what is neither.
         staging_nbytes: Of ``host_nbytes``, buffers through which the mapped tier goes.
         residents_nbytes: Blocks that stay on the device; while they are there.
-        decoded_nbytes: Where blocks that travel packed compute.
+        decoded_nbytes: Where blocks that travel packed compute, or may come to.
     """
 
     slots_nbytes: int
@@ -226,7 +226,7 @@ def plan_model(
         model,
         inventory,
         layouts,
-        _cuts(layouts, size, alignment, packed=config.packed),
+        _cuts(layouts, size, alignment, packed=config.packed is True),
         BlockLayout.pack("", (_spec(item, sources) for item in inventory.remainder), alignment),
         sources,
         None if opened is None else opened.checkpoint,
@@ -377,7 +377,7 @@ def plan_residents(plans: Sequence[ModelPlan], config: OffloadConfig) -> tuple[f
     Raises:
         ConfigError: There are not so many, or the budget is too small.
     """
-    fixed_nbytes = _remainder_nbytes(plans) + _trailers_nbytes(plans) + decoded_nbytes(plans)
+    fixed_nbytes = _remainder_nbytes(plans) + _trailers_nbytes(plans) + _most_decoded(plans, config)
     return choose_residents(
         [plan.shards for plan in plans],
         config.resident_layers,
@@ -419,13 +419,20 @@ def predict(
             for plan, stay in zip(plans, residents, strict=True)
             for number in stay
         ),
-        decoded_nbytes=decoded_nbytes(plans),
+        decoded_nbytes=_most_decoded(plans, config),
     )
 
 
 def decoded_nbytes(plans: Sequence[ModelPlan]) -> int:
     """Return the bytes of the largest block decoded; 0 where blocks travel as they compute."""
     return max(cut.decoded_nbytes for plan in plans for cut in plan.shards)
+
+
+def _most_decoded(plans: Sequence[ModelPlan], config: OffloadConfig) -> int:
+    """Return what ``decoded_nbytes`` is, or may become."""
+    if config.packed == "auto":
+        return max(layout.nbytes for plan in plans for layout in plan.layouts)
+    return decoded_nbytes(plans)
 
 
 def _num_stages(plans: Sequence[ModelPlan], config: OffloadConfig) -> int:

@@ -57,6 +57,10 @@ class ReadBack:
         self._backend = backend
         self._pool = pool
 
+    def use(self, store: HostStore) -> None:
+        """Read from another store from now on, which holds the same values."""
+        self._store = store
+
     @property
     def gathers(self) -> bool:
         """Whether the values are spread over the ranks, so that all of them must read alike."""

@@ -24,6 +24,7 @@ from dlo_core.hooks import offload_of
 from dlo_core.ledger import Allotment, Wish, settle
 from dlo_core.loader import measure_packed
 from dlo_core.machine import Machine
+from dlo_core.packed_choice import PackedChoice
 from dlo_core.packed_cut import PackedCut
 from dlo_core.plan import (
     Footprint,
@@ -161,7 +162,7 @@ class Startup:
             if problem is None:
                 self._plan(request, plans)
                 facts = self._facts(plans)
-                if not self._config.packed:
+                if self._config.packed is not True:
                     decision = self._decide(plans)
                 made = _Made()
         # Every rank must hear of it, whatever it is.
@@ -193,6 +194,11 @@ class Startup:
         for model in models:
             _check_model(model)
             _check_layouts(model, self._backend)
+        if self._config.packed == "auto" and self.gathers:
+            raise ConfigError(
+                "packed='auto' is for ranks that do not gather: a gathered block is cut in another "
+                "way when it is packed; use packed=True or False, or use_allgather=False"
+            )
         if len({id(model) for model in models}) < len(models):
             raise ConfigError("the same model was given twice")
         _check_disjoint(models)
@@ -349,6 +355,9 @@ class Startup:
             shares=made.allotment.shares,
         )
         made.engine.prepare(self._agreement)
+        if self._config.packed == "auto":
+            coder = Coder(self._backend, verify=self._config.verify_packed)
+            made.engine.let_choose(PackedChoice(made.engine, coder, self._backend))
         if made.allotment.note:
             warnings.warn(made.allotment.note, DloWarning, stacklevel=2)
         return _with_host(decision, made)

@@ -76,6 +76,7 @@ class Stats:
         packed_ratio: Bytes of the blocks as they travel to those that they compute from; None where
             they are not packed.
         decode_ms: Milliseconds that decoding took in the last pass.
+        packed_reason: With ``packed="auto"``, what was chosen and why.
     """
 
     device_bytes: int
@@ -97,6 +98,7 @@ class Stats:
     resident_bytes: int = 0
     packed_ratio: float | None = None
     decode_ms: float = 0.0
+    packed_reason: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold."""

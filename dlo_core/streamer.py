@@ -39,6 +39,7 @@ class Streamer:
         pool: Pool,
         pass_start: Event,
         rank: int,
+        before_pass: Callable[[Streamer], object] = lambda _: None,
     ) -> None:
         """Put the parts together.
 
@@ -52,6 +53,7 @@ class Streamer:
             pool: The slots.
             pass_start: A timing event.
             rank: In the shard group, for errors.
+            before_pass: Called between two passes of the model.
         """
         self.names = tuple(names)
         self.bindings = tuple(bindings)
@@ -65,6 +67,7 @@ class Streamer:
         self._transfer = transfer
         self._pool = pool
         self._rank = rank
+        self._before_pass = before_pass
         self._waited: dict[int, None] = {}
         self._loaded: set[int] = set()
         self._depth = [0] * len(self.names)
@@ -115,6 +118,7 @@ class Streamer:
         """Open a pass; the caller holds the pool's lock."""
         if self.on_pass is not None:
             self.on_pass()
+        self._guard(self._before_pass, self)
         self._guard(self.tape.begin_pass)
         self._waited = {}
         self._loaded = set()

@@ -120,7 +120,7 @@ def make_store(
     store = _make_store(
         allotment, config, backend, plans, rank=rank, digest=digest, segment=segment
     )
-    if not config.packed:
+    if config.packed is not True:
         return store
     return PackedStore(
         store,
@@ -227,8 +227,13 @@ def _tiers(
     host = config.host
     if config.packed and host == "mapped":
         raise ConfigError(
-            "host='mapped' cannot be had with packed=True: the checkpoint's pages hold other bytes "
-            "than travel; use host=None, 'pinned', 'shared' or 'pageable'"
+            f"host='mapped' cannot be had with packed={config.packed!r}: the checkpoint's pages "
+            "hold other bytes than travel; use host=None, 'pinned' or 'pageable'"
+        )
+    if config.packed == "auto" and host == "shared":
+        raise ConfigError(
+            "host='shared' cannot be had with packed='auto': memory that ranks share cannot change "
+            "under one of them; use packed=True or False, or host=None or 'pinned'"
         )
     reason = why_not_mapped(plans) if host in (None, "mapped") else None
     if host == "shared" and gathers:
@@ -248,7 +253,8 @@ def _tiers(
     if host is not None:
         return (host,)
     tiers = ["pinned" if capabilities.pinned_memory else "pageable"]
-    if not gathers and not apart and _can_share(capabilities):
+    shares = config.packed != "auto" and _can_share(capabilities)
+    if not gathers and not apart and shares:
         tiers.append("shared")
     if reason is None and not config.packed:
         tiers.append("mapped")

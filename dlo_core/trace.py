@@ -104,6 +104,7 @@ def collect_stats(engine: Engine) -> Stats:
         blocks=blocks,
         packed_ratio=_packed_ratio(engine),
         decode_ms=sum(blocks[number].decode_ms for number in ran),
+        packed_reason=None if engine.choice is None else engine.choice.reason,
     )
 
 

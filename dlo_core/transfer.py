@@ -274,6 +274,10 @@ class Transfer(ABC):
         stream.record_event(times.wait_end)
         return waits
 
+    def use(self, home: DecodedHome | None) -> None:
+        """Let blocks compute elsewhere from now on; nothing is under way."""
+        self._home = home
+
     def home(self, slot: Slot) -> Slot:
         """Return what the block in ``slot`` computes from, once it is acquired."""
         return slot if self._home is None else self._home.slot

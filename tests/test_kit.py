@@ -61,7 +61,7 @@ class Run:
         build: Callable[[], nn.Module] = lambda: make_toy(5),
         several_streams: bool = False,
         residents: int = 0,
-        packed: bool = False,
+        packed: bool | str = False,
     ) -> None:
         self._several_streams = several_streams
         self.world = World(ranks, mode, seed)

@@ -8,12 +8,31 @@ import pytest
 import torch
 from mutations import mutant, packed_sites
 from test_kit import Run, caught_by
-from toys import inputs, make_toy
+from toys import Block, Toy, inputs, make_toy
 
 import dlo_core as dlo
 from dlo_core import engine as engine_module
 from dlo_core.errors import UseError
+from dlo_core.packed_choice import Figures, PackedChoice
 from dlo_core.testing import MODES, Recorder, SimBackend
+
+
+class HeavyBlock(Block):
+    """A block that gets smaller when it is packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ballast = torch.nn.Parameter(torch.randn(30000).bfloat16())
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Return what the last of the ballast changes."""
+        return super().forward(x, scale) + self.ballast[-x.shape[-1] :].float()
+
+
+def heavy_toy() -> Toy:
+    torch.manual_seed(0)
+    return Toy([HeavyBlock() for _ in range(5)]).requires_grad_(False)
+
 
 SITES = [site for site in packed_sites() if not site.timing_only]
 
@@ -41,6 +60,18 @@ def test_packed_weights_have_no_race_and_no_host_sync(ranks: int, stages: int, m
             assert run.host_syncs == [[]] * ranks
         touched = {access.buffer for access in run.recorders[0].log}
         assert "home of all blocks" in touched
+
+
+@pytest.mark.parametrize("residents", [0, 2])
+def test_a_change_to_packed_weights_has_no_race(
+    residents: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faster = Figures(0.0, 200.0, 1.0, 0.7)
+    monkeypatch.setattr(PackedChoice, "figures", lambda *_: faster)
+    for mode in MODES:
+        run = Run(build=heavy_toy, mode=mode, packed="auto", residents=residents)()
+        assert run.races == []
+        assert "home of all blocks" in {access.buffer for access in run.recorders[0].log}
 
 
 def test_forwards_on_several_compute_streams_have_no_race() -> None:

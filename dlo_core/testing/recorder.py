@@ -170,8 +170,11 @@ class Recorder:
                     self._note(self._access(op, timeline, tensor, write, stamp), storage)
 
     def _look_among_residents(self, storage: int) -> None:
-        """Name the buffer of a block that stays, which may be loaded anew."""
+        """Name the buffer of a block that stays, which may be loaded anew, or a new home."""
         engine = None if self._offload is None else self._offload.engine
+        home = None if engine is None else engine.pool.decoded
+        if home is not None and storage_of(home.buffer) == storage:
+            self._buffers[storage] = ("home of all blocks", home)
         residents = {} if engine is None else engine.pool.residents
         for number, slot in residents.items():
             if slot.buffer.nbytes and storage_of(slot.buffer) == storage:
