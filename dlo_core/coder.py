@@ -1,4 +1,4 @@
-"""The coder: packs and unpacks runs of host memory on the device, one at a time.
+"""The coder: packs and decodes runs of host memory on the device, one at a time.
 
 It is for loading and for values that change, never for the hot path: it waits for the device.
 """
@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dlo_core.errors import DloError
+from dlo_core.errors import DloError, HostMemoryError
 from dlo_core.packed import check_segment, decode_segment, measure, write_segment
 from dlo_core.packed_format import CHUNK_NBYTES
 from dlo_core.packed_torch import TorchCodec
+from dlo_core.pages import PageableAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlo_core.interface import Backend, Codec
+    from dlo_core.interface import Backend, Codec, HostBuffer
     from dlo_core.packed import Index
 
 __all__ = ["Coder", "codec_of"]
@@ -42,6 +43,7 @@ class Coder:
         self._codec = codec_of(backend)
         self._verify = verify
         self._scratch: dict[str, torch.Tensor] = {}
+        self._host: HostBuffer | None = None
 
     def measure(self, run: torch.Tensor, tensors: Sequence[tuple[int, int]]) -> int:
         """Return the bytes that a host run of whole chunks takes when it is packed."""
@@ -78,6 +80,18 @@ class Coder:
                     )
             return row
 
+    def check(self, row: torch.Tensor) -> None:
+        """Decode a host row and compare its checksums, where what is packed is to be verified.
+
+        Raises:
+            CheckpointError: It is damaged.
+        """
+        header = check_segment(row)
+        if self._verify:
+            with torch.inference_mode(False), torch.no_grad():
+                out = self._take("run", header.num_chunks * CHUNK_NBYTES)
+                decode_segment(self._codec, self._upload("row", row), out)
+
     def trial(self, run: torch.Tensor, tensors: Sequence[tuple[int, int]]) -> tuple[int, float]:
         """Return the bytes that a host run takes packed, and the milliseconds of decoding it."""
         with torch.inference_mode(False), torch.no_grad():
@@ -111,11 +125,28 @@ class Coder:
             run = torch.empty(out.nbytes, dtype=torch.uint8, device="cpu")
             self._backend.copy(run, out)
             self._backend.current_stream().synchronize()
+            self._scratch.clear()
             return run
 
+    def host_run(self, nbytes: int) -> torch.Tensor:
+        """Return host memory for runs, from which the device copies fast; until ``release``."""
+        if self._host is not None and self._host.tensor.nbytes < nbytes:
+            self._host.release()
+            self._host = None
+        if self._host is None:
+            try:
+                self._host = self._backend.allocator.allocate(nbytes)
+            except HostMemoryError:
+                # It is for a moment and for speed only.
+                self._host = PageableAllocator().allocate(nbytes)
+        return self._host.tensor[:nbytes]
+
     def release(self) -> None:
-        """Let the device memory go. Idempotent."""
+        """Let all memory go. Idempotent."""
         self._scratch.clear()
+        host, self._host = self._host, None
+        if host is not None:
+            host.release()
 
     def _measure(self, data: torch.Tensor, tensors: Sequence[tuple[int, int]]) -> Index:
         return measure(self._codec, data, data.nbytes, tensors)

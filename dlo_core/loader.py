@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from dlo_core.packed_cut import PackedCut, packed_tensors
+from dlo_core.packed_rows import PackedRow, find_row
 from dlo_core.rawbytes import bytes_of
 from dlo_core.reading import Work, default_threads, memory_of
 from dlo_core.shard import TRAILER_NBYTES, trailer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from dlo_core.coder import Coder
     from dlo_core.host import HostStore
@@ -104,8 +105,11 @@ def measure_packed(
         CheckpointError: The bytes cannot be read.
     """
     sizes = []
-    for _, layout, cut, run in _packed_runs(plans, rank, threads):
-        sizes.append(coder.measure(run, packed_tensors(layout, cut, rank)))
+    for _, layout, cut, found in _packed_runs(plans, rank, threads, coder.host_run):
+        if isinstance(found, PackedRow):
+            sizes.append(found.nbytes)
+        else:
+            sizes.append(coder.measure(found, packed_tensors(layout, cut, rank)))
     return sizes
 
 
@@ -134,34 +138,52 @@ def load_packed(
         CheckpointError: The bytes cannot be read.
         DloError: They do not come out as they went in.
     """
-    for number, _, cut, run in _packed_runs(plans, rank, threads, store.part):
-        store.pack(number, run)
+    for number, _, cut, found in _packed_runs(plans, rank, threads, store.host_run, store.part):
+        if isinstance(found, PackedRow):
+            store.put(number, found.read(_threads(threads)))
+        else:
+            store.pack(number, found)
         if cut.size > 1:
             store.seal(number, trailer(digest, number, rank))
         report.add(sum(piece.stop - piece.start for piece in cut.pieces(rank)))
+    store.rest()
     work = Work()
     for plan, run in zip(plans, remainders, strict=False):
         _add_layout(work, plan.remainder, plan.sources, run)
-    work.run(threads=default_threads() if threads is None else threads)
+    work.run(threads=_threads(threads))
     report.finish()
 
 
+def _threads(threads: int | None) -> int:
+    return default_threads() if threads is None else threads
+
+
 def _packed_runs(
-    plans: Sequence[ModelPlan], rank: int, threads: int | None, part: tuple[int, int] = (0, 1)
-) -> Iterator[tuple[int, BlockLayout, PackedCut, torch.Tensor]]:
-    """Yield each block's number, layout, cut, and this rank's part of its run, read anew."""
+    plans: Sequence[ModelPlan],
+    rank: int,
+    threads: int | None,
+    host_run: Callable[[int], torch.Tensor],
+    part: tuple[int, int] = (0, 1),
+) -> Iterator[tuple[int, BlockLayout, PackedCut, torch.Tensor | PackedRow]]:
+    """Yield each block's number, layout and cut, and this rank's part of it.
+
+    The part is its run, read anew, or where it lies packed in the checkpoint.
+    """
     rows = [row for plan in plans for row in zip(repeat(plan), plan.layouts, plan.shards)]
     largest = max(cut.part_nbytes for _, _, cut in rows if isinstance(cut, PackedCut))
-    memory = torch.empty(largest, dtype=torch.uint8, device="cpu")
     for number, (plan, layout, cut) in enumerate(rows):
         if number % part[1] != part[0]:
             continue
         assert isinstance(cut, PackedCut)
-        run = memory[: cut.part_nbytes].zero_()
+        row = find_row(layout, cut, rank, plan.sources)
+        if row is not None:
+            yield number, layout, cut, row
+            continue
+        run = host_run(largest)[: cut.part_nbytes].zero_()
         work = Work()
         for piece in cut.pieces(rank):
             _add_piece(work, layout, piece, plan.sources, memory_of(run))
-        work.run(threads=default_threads() if threads is None else threads)
+        work.run(threads=_threads(threads))
         yield number, layout, cut, run
 
 

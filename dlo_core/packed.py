@@ -43,6 +43,7 @@ __all__ = [
     "padded_row",
     "parse_segment",
     "unpack",
+    "write_index",
     "write_segment",
 ]
 
@@ -134,7 +135,7 @@ class Joined:
     """The index of a segment that is put together from chunks which are coded already.
 
     Attributes:
-        header: Its sizes; the checksum is set in ``padded_row``.
+        header: Its sizes; ``write_index`` knows the checksum.
         entries: An entry a chunk, as words of which the sign means nothing.
         tables: All tables.
     """
@@ -181,12 +182,17 @@ def join(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], run_nbytes: int) ->
 
 def padded_row(made: Joined) -> torch.Tensor:
     """Return a host row with the index of ``made``, in which the blobs are still to be put."""
-    words = torch.cat([made.entries.flatten(), made.tables.flatten()])
     row = torch.zeros(made.header.nbytes, dtype=torch.uint8)
+    write_index(made, row)
+    return row
+
+
+def write_index(made: Joined, row: torch.Tensor) -> None:
+    """Write header, entries and tables of ``made`` to the beginning of a host row."""
+    words = torch.cat([made.entries.flatten(), made.tables.flatten()])
     header = replace(made.header, checksum=_checksum(words))
     row[:HEADER_NBYTES] = torch.frombuffer(bytearray(header.to_bytes()), dtype=torch.uint8)
     row[HEADER_NBYTES : header.index_nbytes] = words.view(torch.uint8)
-    return row
 
 
 def _blob_nbytes(entries: torch.Tensor, num_tables: int) -> torch.Tensor:

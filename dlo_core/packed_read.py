@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dlo_core.checkpoint import Checkpoint
     from dlo_core.safetensors_header import CheckpointTensor
 
-__all__ = ["PackedTensor", "unpacking"]
+__all__ = ["PackedChunks", "PackedTensor", "unpacking"]
 
 # An extent is decoded in parts of this size, several threads at once.
 _PART_NBYTES = 512 * CHUNK_NBYTES
@@ -51,6 +51,23 @@ def unpacking(checkpoint: Checkpoint, piece: Extent | Laid) -> Iterator[Computed
         part, out = out[:nbytes], out[nbytes:]
         yield Computed(stored, _Read(tensor, start, part), len(part))
         start += len(part)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedChunks:
+    """Neighbouring chunks of a packed tensor.
+
+    Attributes:
+        entries: Theirs, as in the file.
+        tables: The tensor's.
+        start: Where their blobs begin, in bytes from the segment's beginning.
+        nbytes: Bytes of the blobs, which lie one behind the other.
+    """
+
+    entries: torch.Tensor
+    tables: torch.Tensor
+    start: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +99,32 @@ class PackedTensor:
         at = start - first * CHUNK_NBYTES
         out[:] = memoryview(run[at : at + len(out)].numpy())  # type: ignore[arg-type]
 
-    def _decode(self, first: int, stop: int) -> torch.Tensor:
+    def chunks(self, first: int, stop: int) -> PackedChunks:
+        """Return where chunks ``[first, stop)`` lie; their blobs are not read.
+
+        Raises:
+            CheckpointError: The file cannot be read, or is damaged.
+        """
         header = self._header()
         place = HEADER_NBYTES + 4 * ENTRY_WORDS * first
         entries = self._words(place, ENTRY_WORDS * (stop - first)).view(-1, ENTRY_WORDS)
         place = HEADER_NBYTES + 4 * ENTRY_WORDS * header.num_chunks
         tables = self._words(place, TABLE_WORDS * header.num_tables).view(-1, TABLE_WORDS)
-        made = join([(entries, tables)], CHUNK_NBYTES * (stop - first))
+        made = join([(entries, tables)], CHUNK_NBYTES * (stop - first)).header
         begin = (int(entries[0, 0]) & 0xFFFFFFFF) * 16
-        length = made.header.blobs_stop - made.header.index_nbytes
+        length = made.blobs_stop - made.index_nbytes
         if begin < header.index_nbytes or begin + length > header.blobs_stop:
             raise CheckpointError(
                 f"entry {first} of packed data points outside of it; it is damaged: pack the "
                 "checkpoint again"
             )
+        return PackedChunks(entries, tables, begin, length)
+
+    def _decode(self, first: int, stop: int) -> torch.Tensor:
+        chunks = self.chunks(first, stop)
+        made = join([(chunks.entries, chunks.tables)], CHUNK_NBYTES * (stop - first))
         row = padded_row(made)
-        self._fill(begin, row[made.header.index_nbytes : made.header.blobs_stop])
+        self._fill(chunks.start, row[made.header.index_nbytes : made.header.blobs_stop])
         run = torch.empty(CHUNK_NBYTES * (stop - first), dtype=torch.uint8)
         decode_segment(TorchCodec(), row, run)
         return run

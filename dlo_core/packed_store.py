@@ -106,6 +106,26 @@ class PackedStore(HostStore):
             self._backend.copy(part[: stop - at], row[at:stop])
         self._backend.current_stream().synchronize()
 
+    def put(self, index: int, row: torch.Tensor) -> None:
+        """Take the packed row of block ``index`` as it is, in host memory.
+
+        Raises:
+            CheckpointError: It is damaged.
+        """
+        self._coder.check(row)
+        for at, part in self._inner.parts(index):
+            stop = min(at + part.nbytes, row.numel())
+            if at < stop:
+                move_bytes(part[: stop - at], row[at:stop])
+
+    def host_run(self, nbytes: int) -> torch.Tensor:
+        """Return host memory for runs that ``pack`` is given, until ``rest``."""
+        return self._coder.host_run(nbytes)
+
+    def rest(self) -> None:
+        """Let go of what only packing needs."""
+        self._coder.release()
+
     def seal(self, index: int, trailer: bytes) -> None:
         """Write the trailer of block ``index``."""
         end = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
@@ -127,8 +147,11 @@ class PackedStore(HostStore):
         """
         dirty, self._dirty = self._dirty, None
         # Memory that the node's ranks have in common is written by one of them.
-        if dirty is not None and self.part[0] == 0:
-            self.pack(*dirty)
+        try:
+            if dirty is not None and self.part[0] == 0:
+                self.pack(*dirty)
+        finally:
+            self._coder.release()
 
     def writing(self, index: int) -> Iterator[torch.Tensor]:  # type: ignore[override]
         """Refuse: packed shards are written through ``pack``.

@@ -18,7 +18,7 @@ from dlo_core.packed_format import (
     TABLE_WORDS,
 )
 
-__all__ = ["TorchCodec"]
+__all__ = ["TorchCodec", "checksums"]
 
 _VALUES = CHUNK_NBYTES // 2
 _LANES = 256
@@ -46,7 +46,7 @@ class TorchCodec(Codec):
             counts[part, 0] = (rank >= 3).sum(1)
             counts[part, 1] = (rank >= 6).sum(1)
             counts[part, 2] = (found == 255).sum(1)
-            counts[part, 3] = _checksums(words[part])
+            counts[part, 3] = checksums(words[part])
         return counts
 
     def write(self, run: torch.Tensor, ranks: torch.Tensor, row: torch.Tensor) -> None:
@@ -115,7 +115,8 @@ def _bits(words: torch.Tensor) -> torch.Tensor:
     return _by_lane(words.view(torch.int16).to(torch.int32) & 0xFFFF)
 
 
-def _checksums(words: torch.Tensor) -> torch.Tensor:
+def checksums(words: torch.Tensor) -> torch.Tensor:
+    """Return the checksum of each chunk, of which a row of words is one."""
     odd = 2 * _columns(words, _WORDS) + 1
     return _signed(((words.to(torch.int64) & _WORD) * odd).sum(1) & _WORD)
 
