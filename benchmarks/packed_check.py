@@ -3,7 +3,7 @@
 
 As ``gpu_check.py``: a process and a time limit for each section, findings as they come.
 
-    python benchmarks/packed_check.py --out packed_check.json --budget 400
+    python benchmarks/packed_check.py --out packed_check.json --budget 560
     python benchmarks/packed_check.py --device cpu --small        to see that it works
 """
 
@@ -20,6 +20,7 @@ SECTIONS: Sections = {
     "bits": (check_packed_codec.bits, 90),
     "rates": (check_packed_codec.rates, 90),
     "steps": (check_packed_steps.steps, 240),
+    "auto": (check_packed_steps.auto, 240),
     "damage": (check_packed_codec.damage, 60),
 }
 

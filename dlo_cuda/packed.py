@@ -32,7 +32,9 @@ class TritonCodec(Codec):
         if num_chunks:
             grid = (num_chunks,)
             args = (run.view(torch.int64), _some(ranks), table_of, counts)
-            kernels.count[grid](*args, L=_LANES, num_warps=_WARPS)
+            # A kernel is launched on the current device, whatever it is given.
+            with torch.cuda.device_of(run):
+                kernels.count[grid](*args, L=_LANES, num_warps=_WARPS)
         return counts
 
     def write(self, run: torch.Tensor, ranks: torch.Tensor, row: torch.Tensor) -> None:
@@ -41,7 +43,8 @@ class TritonCodec(Codec):
         if num_chunks:
             grid = (num_chunks,)
             args = (run.view(torch.int64), _some(ranks), row.view(torch.int32))
-            kernels.write[grid](*args, row.view(torch.int64), L=_LANES, num_warps=_WARPS)
+            with torch.cuda.device_of(run):
+                kernels.write[grid](*args, row.view(torch.int64), L=_LANES, num_warps=_WARPS)
 
     def decode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Decode every row into its part of ``out``."""
@@ -55,17 +58,18 @@ class TritonCodec(Codec):
             )
         if num_chunks:
             flat = rows.view(-1)
-            kernels.decode[num_chunks, num_rows](
-                flat.view(torch.int32),
-                flat.view(torch.int64),
-                out.view(torch.int64),
-                out.view(torch.int16),
-                row_nbytes // 4,
-                num_chunks,
-                L=_LANES,
-                PORTABLE=self._portable,
-                num_warps=_WARPS,
-            )
+            with torch.cuda.device_of(out):
+                kernels.decode[num_chunks, num_rows](
+                    flat.view(torch.int32),
+                    flat.view(torch.int64),
+                    out.view(torch.int64),
+                    out.view(torch.int16),
+                    row_nbytes // 4,
+                    num_chunks,
+                    L=_LANES,
+                    PORTABLE=self._portable,
+                    num_warps=_WARPS,
+                )
 
 
 def _some(ranks: torch.Tensor) -> torch.Tensor:
