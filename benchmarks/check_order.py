@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
     from dlo_core.bench.launch import Member
 
-__all__ = ["bits", "compiled", "host", "nccl", "sanitizer", "sync"]
+__all__ = ["bits", "compiled", "graph", "host", "nccl", "sanitizer", "sync"]
 
 
 def _small(options: Options, blocks: int = 12, halves: int = 0) -> Any:
@@ -177,6 +178,54 @@ def compiled(options: Options, found: Findings) -> None:
         eager = build(shape, device)(*args)
         wrong = sum(not torch.equal(call(*args), eager) for _ in range(3))
         found.at_most("wrong passes of a compiled root", wrong, 0)
+        offloaded.shutdown()
+
+
+def graph(options: Options, found: Findings) -> None:
+    """Capture a pass and replay it: bits, beside ordinary passes, and what a step costs."""
+    options.need_cuda()
+    import torch
+
+    import dlo_core as dlo
+    from dlo_core.bench.model import build, inputs
+
+    shape = _small(options)
+    device = torch.device(options.device)
+    resident, model = build(shape, device), build(shape)
+    args = inputs(shape, 256, device)
+
+    def step_us(call: Any) -> tuple[float, float]:
+        """Return the microseconds of a step and of its issue by the host, medians of 60."""
+        marks, issued = [], []
+        for _ in range(61):
+            start = time.perf_counter()
+            call(*args)
+            issued.append((time.perf_counter() - start) * 1e6)
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+        torch.cuda.synchronize()
+        steps = [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)]
+        return round(statistics.median(steps), 1), round(statistics.median(issued), 1)
+
+    with torch.inference_mode():
+        offloaded = dlo.offload(model, device=options.device)
+        captured = offloaded.capture(model, *args)
+        wrong = 0
+        for number in range(30):
+            fresh = inputs(shape, 256, device, seed=number)
+            wanted = resident(*fresh)
+            wrong += not torch.equal(captured(*fresh), wanted)
+            wrong += not torch.equal(model(*fresh), wanted)
+        found.at_most("wrong replays and passes in turn", wrong, 0)
+        for name, call in (("resident", resident), ("pass", model), ("replay", captured)):
+            step, issue = step_us(call)
+            found.note(**{f"{name}_step_us": step, f"{name}_host_us": issue})
+        memory = []
+        for _ in range(100):
+            captured(*args)
+            memory.append(offloaded.backend.memory().reserved)
+        found.at_most("values of reserved memory in 100 replays", len(set(memory)), 1)
+        del captured
         offloaded.shutdown()
 
 

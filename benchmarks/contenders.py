@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
         [nn.Module, "Setting"], tuple[Callable[..., Any], Callable[[], dict[str, Any]]]
     ]
 
-__all__ = ["CONTENDERS", "NotInstalled", "Setting", "host_used_gb"]
+__all__ = ["CONTENDERS", "NotInstalled", "Setting", "host_used_gb", "why_absent"]
 
 _GB = 1e9
 
@@ -275,6 +276,23 @@ CONTENDERS: dict[str, Attach] = {
     "omni_layerwise": attach_omni("layerwise"),
     "dlo_depth3": attach_dlo(depth=3),
 }
+
+
+# By the beginning of a contender's name; what is not here comes with dlo or torch.
+PACKAGES = {
+    "diffusers": "diffusers",
+    "accelerate": "accelerate",
+    "mmgp": "mmgp",
+    "omni": "vllm_omni",
+}
+
+
+def why_absent(name: str) -> str | None:
+    """Return that a contender's package is not installed, or None; nothing is imported."""
+    package = PACKAGES.get(name.partition("_")[0])
+    if package is None or find_spec(package) is not None:
+        return None
+    return f"{package} is not installed"
 
 
 def _import(name: str) -> Any:

@@ -49,6 +49,7 @@ SECTIONS: Sections = {
     "residents": (check_steps.residents, 240),
     "nccl": (check_order.nccl, 120),
     "compiled": (check_order.compiled, 120),
+    "graph": (check_order.graph, 60),
     "context": (check_memory.context, 40),
     "sanitizer": (check_order.sanitizer, 60),
 }

@@ -13,7 +13,6 @@ others in a barrier. It is measured here and not a part of dlo.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -101,7 +100,6 @@ class SymmetricRegions:
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         """Make buffers on ``device`` for ``group``."""
-        _announce(group)
         self._group = group
         self._device = device
         self._buffers: dict[int, torch.Tensor] = {}
@@ -109,10 +107,8 @@ class SymmetricRegions:
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return a buffer."""
-        import torch.distributed._symmetric_memory as symmetric
-
         with torch.inference_mode(False):
-            made: torch.Tensor = symmetric.empty(nbytes, dtype=torch.uint8, device=self._device)
+            made = _allocate(nbytes, self._device)
         self._buffers[made.data_ptr()] = made
         return made
 
@@ -132,13 +128,14 @@ class SymmetricRegions:
         self._buffers.clear()
 
 
-def _announce(group: ProcessGroup) -> None:
-    """Tell symmetric memory of the group; newer torch knows by itself and says so."""
-    import torch.distributed._symmetric_memory as symmetric
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory that begins where its allocation begins.
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        symmetric.enable_symm_mem_for_group(group.group_name)
+    ``symmetric.empty`` takes a part of a pool, and ``get_buffer`` counts from the allocation.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
 
 
 class PeerBackend(CudaBackend):

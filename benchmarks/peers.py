@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkout import use_checkout
 from child import answer, machine, run_child
-from contenders import CONTENDERS, NotInstalled, Setting, host_used_gb
+from contenders import CONTENDERS, NotInstalled, Setting, host_used_gb, why_absent
 from grown import grow
 from peers_report import compare, plot, summary, table
 
@@ -216,6 +216,9 @@ def run_all(options: argparse.Namespace) -> int:
 
 def run_one(name: str, options: argparse.Namespace, left_s: float) -> dict[str, Any]:
     """Run one contender in its process, within the time that is left."""
+    absent = why_absent(name)
+    if absent is not None:
+        return {"skipped": absent}
     if left_s < min(options.limit, 20):
         return {"skipped": "out of budget"}
     return run_child(__file__, [*sys.argv[1:], "--run", name], limit_s=min(options.limit, left_s))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -82,7 +81,6 @@ class Contender:
             return _attach_omni(member, model)
         settings = dict(self.settings)
         if self.residents:
-            _need_setting("resident_layers")
             settings["resident_layers"] = self.num_residents(len(model.blocks))
         return _attach_dlo(member, model, settings, peer_copies=self.kind == "peer copies")
 
@@ -204,13 +202,6 @@ def _attach_omni(member: Member, model: SyntheticTransformer) -> Attached:
 def _new_group(member: Member) -> Any:
     """Return a group of all ranks over the device's comm library."""
     return dist.new_group(backend=member.backend.comm_library)
-
-
-def _need_setting(name: str) -> None:
-    import dlo_core as dlo
-
-    if name not in {each.name for each in dataclasses.fields(dlo.OffloadConfig)}:
-        raise Skip(f"this checkout has no {name}")
 
 
 def _torch_pinned() -> dict[str, Any]:

@@ -175,7 +175,7 @@ def measure_contention(member: Member, job: LinksJob) -> None:
     bench = _Products(member, job.gemm_size)
     target = backend.empty(source.nbytes)
     told.note("copy", lambda: bench.beside(partial(backend.copy, target, source)))
-    for name, peers in (("nccl", False), ("peer_copies", True)):
+    for name, peers in ((backend.comm_library, False), ("peer_copies", True)):
         if peers and backend.device.type != "cuda":
             told.note(name, lambda: "peer copies need a CUDA device")
             continue

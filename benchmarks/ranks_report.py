@@ -35,6 +35,7 @@ class Row:
         same_bits: Whether every pass on every rank gave the resident run's bits; None: unknown.
         allocated_gb: The most device memory in tensors, on any rank.
         reserved_gb: The most that the allocator held.
+        used_gb: What was gone of the device at the end, the comm library's and the driver's too.
         energy_j: Of a step, all ranks together; None where the driver does not tell.
     """
 
@@ -49,6 +50,7 @@ class Row:
     same_bits: bool | None
     allocated_gb: float
     reserved_gb: float
+    used_gb: float
     energy_j: float | None
 
     @property
@@ -134,6 +136,7 @@ def _row(results: dict[str, Any], section: str, name: str, tokens: str) -> Row:
         same_bits=_same(runs, alone, results["ranks"]),
         allocated_gb=max(run["allocated_nbytes"] for run in runs.values()) / 1e9,
         reserved_gb=max(run["reserved_nbytes"] for run in runs.values()) / 1e9,
+        used_gb=max(run["used_nbytes"] for run in runs.values()) / 1e9,
         energy_j=None if None in energies else round(sum(filter(None, energies)), 2),
     )
 

@@ -185,14 +185,13 @@ def _reset_peaks(member: Member) -> None:
 
 
 def _peaks(member: Member) -> dict[str, int]:
-    """Return the most device memory in tensors and in the allocator's hands."""
-    device = member.backend.device
+    """Return the most device memory in tensors and in the allocator's hands, and what is gone."""
+    device, memory = member.backend.device, member.backend.memory()
+    stats = memory.allocated, memory.reserved
     if device.type == "cuda":
         stats = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    else:
-        memory = member.backend.memory()
-        stats = memory.allocated, memory.reserved
-    return {"allocated_nbytes": stats[0], "reserved_nbytes": stats[1]}
+    used = memory.total - memory.free
+    return {"allocated_nbytes": stats[0], "reserved_nbytes": stats[1], "used_nbytes": used}
 
 
 def _energy_mj(member: Member) -> int | None:

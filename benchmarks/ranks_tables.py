@@ -50,7 +50,7 @@ def _links_table(results: dict[str, Any]) -> str:
 def _steps_table(rows: Sequence[Row]) -> str:
     heads = ["section", "contender", "tokens", "step ms", "limit ms", "step / limit"]
     heads += ["simulated ms", "resident ms", "copy ms", "gather ms", "same bits"]
-    heads += ["allocated GB", "reserved GB", "energy J"]
+    heads += ["allocated GB", "reserved GB", "used GB", "energy J"]
     lines: list[list[object]] = []
     for row in rows:
         ratio = None if row.ratio is None else f"{row.ratio:.3f}"
@@ -62,9 +62,9 @@ def _steps_table(rows: Sequence[Row]) -> str:
             None if value is None else f"{value:.1f}"
             for value in (row.resident_ms, row.copy_ms, row.gather_ms)
         ]
-        memory = [f"{row.allocated_gb:.2f}", f"{row.reserved_gb:.2f}", row.energy_j]
+        memory = [f"{gb:.2f}" for gb in (row.allocated_gb, row.reserved_gb, row.used_gb)]
         lines.append([row.section, row.contender, row.tokens, *ms[:2], ratio, ms[2], *parts])
-        lines[-1] += [row.same_bits, *memory]
+        lines[-1] += [row.same_bits, *memory, row.energy_j]
     return _table(heads, lines)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import os
-import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,14 +13,12 @@ from torch import nn
 if TYPE_CHECKING:
     from dlo_core.bench.model import Shape, SyntheticTransformer
 
-__all__ = ["Weights", "grow_memory", "make_weights", "weights_nbytes"]
+__all__ = ["Weights", "make_weights", "weights_nbytes"]
 
 _ALIGNMENT = 256
 _CHUNK = 1 << 25
 _STRIDE = 4099
 _STD = 0.02
-_PIECE_NBYTES = 1 << 30
-_LEFT_NBYTES = 1 << 30
 
 
 class Weights:
@@ -80,39 +76,6 @@ def make_weights(nbytes: int, dtype: torch.dtype) -> str:
         part = run[number * chunk : (number + 1) * chunk]
         part.copy_(pool[number * _STRIDE :][: part.numel()])
     return f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-def grow_memory(nbytes: int, *, limit_s: float = 60.0) -> float:
-    """Have the system really have ``nbytes`` to give, and return how many GB it has.
-
-    The memory of some machines grows as it is used, and dlo plans with what there is.
-    """
-    from dlo_core.touch import touch
-
-    deadline, held = time.monotonic() + limit_s, list[mmap.mmap]()
-    while _available() + len(held) * _PIECE_NBYTES < nbytes and time.monotonic() < deadline:
-        if not _settles_above(_LEFT_NBYTES + _PIECE_NBYTES):
-            break
-        held.append(mmap.mmap(-1, _PIECE_NBYTES))
-        address = ctypes.addressof(ctypes.c_char.from_buffer(held[-1]))
-        touch(address, _PIECE_NBYTES)
-    del held[:]
-    return _available() / 1e9
-
-
-def _settles_above(nbytes: int) -> bool:
-    """Return whether so much is free, or soon is."""
-    for _ in range(20):
-        if _available() > nbytes:
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def _available() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)
 
 
 def _span(stop: int, nbytes: int) -> tuple[int, int]:

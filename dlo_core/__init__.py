@@ -1,13 +1,12 @@
 """dlo: Distributed Layerwise Offload for diffusion transformers.
 
 An accelerator keeps only a few transformer blocks' weights; the other blocks wait in host memory
-and
-stream in while earlier blocks compute. In a group of ranks each rank's host keeps 1/size of every
-block, rebuilt by all-gather on the device::
+and stream in while earlier blocks compute. In a group of ranks each rank's host keeps 1/size of
+every block, rebuilt by all-gather on the device::
 
     import dlo_core as dlo
 
-    offloaded = dlo.offload(model, device="cuda", group=group, checkpoint="path/to/weights")
+    offloaded = dlo.offload(model, device=device, group=group, checkpoint="path/to/weights")
 """
 
 import logging
@@ -15,6 +14,7 @@ import logging
 import dlo_core._torch  # noqa: F401 - first of all: it says why torch cannot be imported
 from dlo_core._version import __version__
 from dlo_core.api import offload, offloaded
+from dlo_core.capture import CapturedPass
 from dlo_core.config import OffloadConfig
 from dlo_core.errors import (
     AgreementError,
@@ -51,6 +51,7 @@ __all__ = [
     "BlockState",
     "BlockStats",
     "Capabilities",
+    "CapturedPass",
     "Cast",
     "CheckpointError",
     "ConfigError",

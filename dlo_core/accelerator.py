@@ -1,6 +1,6 @@
-"""What ``torch.cuda`` and its likes give alike: a backend from a device module of torch.
+"""What torch's accelerators have in common: a backend from a device module of torch.
 
-A vendor's package hands its module in (``torch.cuda``, ``torch.npu``); the core never names one.
+A vendor's package hands its module in; the core never names one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TorchAllocator(PinnedAllocator):
         """Lock memory for one device.
 
         Args:
-            module: ``torch.cuda`` or its like.
+            module: The vendor's device module of torch.
             device: Whose driver locks the memory.
         """
         self._module = module
@@ -168,7 +168,7 @@ class AcceleratorBackend(Backend):
         """Take the vendor's module.
 
         Args:
-            module: ``torch.cuda`` or its like.
+            module: The vendor's device module of torch.
             device: The device, with its index.
             comm_library: Name of the vendor's ``torch.distributed`` backend.
             capabilities: What the device can do.

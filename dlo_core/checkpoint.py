@@ -7,12 +7,12 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from dlo_core.checkpoint_files import find_files
 from dlo_core.errors import CheckpointError, ConfigError
 from dlo_core.file_reads import Scratch, check_direct, read_buffered, read_direct
-from dlo_core.page_cache import CachedPages
+from dlo_core.page_cache import CachedPages, advise
 from dlo_core.safetensors_header import CheckpointTensor, SafetensorsFile, refuse
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class _Descriptor:
         if not direct_io:
             self.pages = CachedPages(self.number, file.nbytes)
             # Nothing but what is wanted; what comes next is announced.
-            os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM)
+            advise(self.number, 0, 0, "POSIX_FADV_RANDOM")
 
     def __del__(self) -> None:
         """Close it."""
@@ -168,6 +168,24 @@ class Checkpoint:
         for path, file in list(self._opened.items()):
             self._check(path, file, next(iter(self._files[path].tensors)))
 
+    def check_in_place(self, name: str) -> None:
+        """Check that the file of a tensor is the one that was opened, where it was, as it was.
+
+        Raises:
+            CheckpointError: It was written to, cut short, replaced or removed.
+        """
+        path = self.tensors[name].path
+        try:
+            self._check(path, self._descriptor(path), name)
+            status = os.stat(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{str(path)!r} is not to be had any more ({error.strerror or error}); leave it "
+                "where it is while it is in use"
+            ) from error
+        if (status.st_dev, status.st_ino) != self._files[path].place:
+            _refuse_replaced(path, name)
+
     def give_back_pages(self) -> None:
         """Leave the system's page cache as it was before the files were read."""
         with self._lock:
@@ -210,6 +228,8 @@ class Checkpoint:
                 f"{status.st_size:,} now): its bytes may be others'; let nothing write to it",
                 name,
             )
+        if (status.st_dev, status.st_ino) != known.place:
+            _refuse_replaced(path, name)
 
     def _descriptor(self, path: Path) -> _Descriptor:
         with self._lock:
@@ -232,6 +252,15 @@ class Checkpoint:
             f"Checkpoint({str(self.path)!r}, {len(self.tensors)} tensors in {len(self._files)} "
             f"files, {total:,} bytes, {len(self._opened)} open)"
         )
+
+
+def _refuse_replaced(path: Path, name: str) -> NoReturn:
+    refuse(
+        path,
+        "was replaced by another file after the checkpoint was opened; leave it where it is while "
+        "it is in use, and offload again to use the new one",
+        name,
+    )
 
 
 def _name_at(outs: Sequence[tuple[str, memoryview]], done: int) -> str:

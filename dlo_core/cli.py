@@ -150,7 +150,7 @@ def demo(
     ] = True,
     *,
     device: Annotated[
-        str, typer.Option(help="Where blocks compute: cpu, cuda, npu; each rank takes one.")
+        str, typer.Option(help="Where blocks compute, by torch's name; each rank takes one.")
     ] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for digits.png and timeline.png.")] = Path(),
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,

@@ -56,8 +56,8 @@ class OffloadConfig:
             when the first passes show that it is faster; where nothing is gathered.
         verify_packed: Whether packed weights are decoded once and compared while loading.
         load_threads: Threads that read a checkpoint at once; None: one a CPU that this process may
-            use, at most 16.
-        direct_io: Read checkpoints past the page cache (``O_DIRECT``).
+            use, at most 16. Ranks may differ.
+        direct_io: Read checkpoints past the page cache (``O_DIRECT``). Ranks may differ.
     """
 
     use_allgather: bool = True

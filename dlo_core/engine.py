@@ -18,7 +18,7 @@ from dlo_core.hooks import Hooks
 from dlo_core.layout import BlockLayout
 from dlo_core.loader import count_shard_nbytes, load_blocks, load_packed, load_shards
 from dlo_core.packed_store import PackedStore
-from dlo_core.plan import decoded_nbytes, plan_ring
+from dlo_core.plan import decoded_nbytes, plan_ring, resident_numbers
 from dlo_core.progress import LoadProgress, reporting
 from dlo_core.readback import ReadBack
 from dlo_core.refresh import new_tensors, spec_of
@@ -161,17 +161,12 @@ class Engine:
             slot_nbytes=ring.slot_nbytes,
             num_stages=ring.num_stages,
             stage_nbytes=ring.stage_nbytes,
-            residents={n: self.shards[n].padded_nbytes for n in self._resident_numbers()},
+            residents={
+                number: self.shards[number].padded_nbytes
+                for number in resident_numbers(self.plans, self._residents)
+            },
             decoded_nbytes=decoded_nbytes(self.plans),
         )
-
-    def _resident_numbers(self) -> list[int]:
-        """Return the numbers of the blocks that stay, counted over all models."""
-        found, first = list[int](), 0
-        for plan, stay in zip(self.plans, self._residents, strict=True):
-            found += [first + number for number in sorted(stay)]
-            first += len(plan.layouts)
-        return found
 
     def _make_blocks(self, digest: bytes) -> list[TravellingBlock]:
         made = []
@@ -318,7 +313,7 @@ class Engine:
             state.readback.use(store)
         for streamer in self.streamers:
             streamer.tape.forget()
-            streamer.reload_residents(streamer.residents.numbers)
+            streamer.guarded(streamer.residents.renew, streamer.residents.numbers)
         self.pool.owner.prefetch()
 
     def load_residents(self) -> None:
@@ -328,11 +323,9 @@ class Engine:
             FillError: One could not be loaded.
         """
         for streamer in self.streamers:
-            streamer.load_residents()
+            streamer.guarded(streamer.residents.load)
         for streamer in self.streamers:
-            streamer.settle()
-            for number in streamer.residents.numbers:
-                streamer.check(self.pool.residents[number], number - streamer.first_block)
+            streamer.guarded(streamer.residents.finish)
 
     def commit(self, owner: object) -> None:
         """Put placeholders, device tensors and wrappers into the models; then the first fills."""

@@ -115,7 +115,7 @@ class _Wrapped:
         raise UseError(
             f"{type(self.module).__name__} is offloaded, so it cannot be moved or converted "
             "(.to(), .half(), "
-            ".cuda(), .cpu()): its blocks already compute on the offload's device; disable() "
+            ".cpu()): its blocks already compute on the offload's device; disable() "
             "first, or "
             "move the other parts of the pipeline one by one"
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from dlo_core.errors import HostMemoryError
+from dlo_core.errors import BackendError, HostMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +28,7 @@ __all__ = [
     "Codec",
     "Collective",
     "Event",
+    "Graph",
     "HostBuffer",
     "MemoryInfo",
     "PinnedAllocator",
@@ -37,7 +38,7 @@ __all__ = [
 
 
 class Event(Protocol):
-    """A point in a stream's work, as ``torch.cuda.Event`` has it.
+    """A point in a stream's work, as ``torch.Event`` has it.
 
     An event that was never recorded counts as reached.
     """
@@ -56,7 +57,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work that runs in order, as ``torch.cuda.Stream`` has it."""
+    """A queue of work that runs in order, as ``torch.Stream`` has it."""
 
     def wait_event(self, event: Any) -> None:
         """Let all work that is queued from now on wait for ``event``."""
@@ -66,6 +67,13 @@ class Stream(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until all queued work is done."""
+
+
+class Graph(Protocol):
+    """Work that was recorded once and can be queued as a whole, as ``torch.cuda.CUDAGraph`` is."""
+
+    def replay(self) -> None:
+        """Queue the recorded work on the current stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,6 @@ class Capabilities:
             the driver rounds up.
         graph_capture: Whether a pass can be captured as one graph and replayed: the backend has
             ``Backend.capture``.
-        graph_collectives: Whether this works for the gathers of the comm library, too.
     """
 
     alignment: int = 256
@@ -98,7 +105,6 @@ class Capabilities:
     lock_limit: bool = False
     locks_exactly: bool = True
     graph_capture: bool = False
-    graph_collectives: bool = False
 
     def __post_init__(self) -> None:
         """Refuse an alignment that is not a power of two of at least 64."""
@@ -275,7 +281,7 @@ class Backend(ABC):
     """One kind of device: all that a vendor has to write.
 
     Attributes:
-        name: The torch device type (``"cpu"``, ``"cuda"``), which is also the entry point's name.
+        name: The torch device type (``"cpu"``, for example), which is also the entry point's name.
         device: The device whose memory holds slots and stages.
         comm_library: Name of the ``torch.distributed`` backend that moves this device's bytes.
         capabilities: What the device can do.
@@ -331,6 +337,22 @@ class Backend(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Block the host until all work of this backend is done."""
+
+    def capture(self) -> AbstractContextManager[Graph]:
+        """Return a context in which work is recorded and not run; it gives the graph.
+
+        Recorded is what is queued on the current stream, which the context sets, and on streams
+        that wait for it; these must be waited for before the end. Called only where
+        ``Capabilities.graph_capture`` says so.
+
+        Raises:
+            BackendError: The backend has no graphs.
+        """
+        raise BackendError(f"{type(self).__name__} captures no graphs")
+
+    def recording(self) -> bool:
+        """Return whether work of the current stream is recorded, by ``capture`` or anybody else."""
+        return False
 
     def settings(self) -> Mapping[str, str]:
         """Return what of this environment decides speed or memory, for ``dlo info``.

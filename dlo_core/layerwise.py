@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dlo_core.agreement import LoneAgreement
+from dlo_core.capture import capture_pass
 from dlo_core.errors import ConfigError, DloError, DloWarning, RestoreError, UseError
 from dlo_core.refit import Refit, load_state
 from dlo_core.registry import resolve
@@ -25,12 +26,13 @@ from dlo_core.trace import collect_stats
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
 
     from dlo_core.agreement import Agreement
+    from dlo_core.capture import CapturedPass
     from dlo_core.config import OffloadConfig
     from dlo_core.engine import Engine
     from dlo_core.interface import Backend
@@ -513,6 +515,35 @@ class LayerwiseOffload:
             ConfigError: The model is not one of the enabled ones, or must be named.
         """
         return self._running().streamers[self._number_of(model)].run_pass()
+
+    def capture(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> CapturedPass:
+        """Record one pass as a graph of the device, whose replay costs the host one call.
+
+        The call is run twice as it is, then once to be recorded. The graph reads copies of the
+        arguments' tensors. It holds the copies of all blocks, and is right as long as the offload
+        lasts, also beside ordinary passes and after ``update_weights()``; not after
+        ``offload_resident_layers()``, which moves weights.
+
+        Args:
+            call: The model, or a function that runs it once.
+            args: Arguments of ``call``.
+            kwargs: The same by name.
+
+        Returns:
+            The pass; call it with new values of the arguments to replay it.
+
+        Raises:
+            ConfigError: It cannot be captured: the device has no graphs, the number of blocks is
+                no multiple of that of the slots, blocks are gathered, or the host reads them for
+                each copy.
+            UseError: Nothing is enabled; or ``call`` does not run the model once, skips blocks, or
+                makes the host wait.
+        """
+        model = next((mine for mine in self._models if mine is call), None)
+        engine, number = self._running(), self._number_of(model)
+        return capture_pass(
+            engine, self._backend, engine.streamers[number], call, args=args, kwargs=kwargs
+        )
 
     def stats(self) -> Stats:
         """Return what is held, moved and waited for; reads the last pass's timing events.

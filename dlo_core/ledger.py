@@ -10,7 +10,8 @@ A byte that is page-locked saves the same time in whichever block it lies, since
 copied once a pass. What differs is how much of a slow copy can hide behind compute: pageable blocks
 one behind the other add up, those among pinned ones do not. So under a budget the pinned blocks
 are spread evenly over the ring, as many bytes as fit; what is left of the budget then goes to the
-largest block that still fits.
+largest block that still fits. Blocks that stay on the device are copied once and not once a pass:
+they get what the others leave.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 from dlo_core.errors import AgreementError, HostMemoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from dlo_core.cgroup import Bound
 
@@ -37,6 +38,7 @@ class Wish:
         node: Ranks of one node have it in common.
         tiers: The tiers that the rank can have and would take, the best first; never empty.
         shard_nbytes: Bytes of each block's shard.
+        staying: Numbers of the blocks that stay on the device.
         staging_nbytes: What the mapped tier stages through.
         identity: Equal for ranks whose shards have equal bytes.
         pins: Whether the rank page-locks its memory at all.
@@ -57,6 +59,7 @@ class Wish:
     pin_budget: int | None
     lock: Bound | None
     bounds: tuple[Bound, ...]
+    staying: frozenset[int] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -141,11 +144,23 @@ def settle(wishes: Sequence[Wish], rank: int) -> Allotment:
     )
 
 
-def spread(sizes: Sequence[int], budget: int) -> tuple[bool, ...]:
+def spread(sizes: Sequence[int], budget: int, staying: Collection[int] = ()) -> tuple[bool, ...]:
     """Return which of the runs of ``sizes`` bytes are pinned within ``budget`` bytes.
 
     See [Note: the blocks worth most].
+
+    Args:
+        sizes: Of all blocks.
+        budget: Bytes.
+        staying: Numbers of those that stay on the device.
     """
+    if staying:
+        first = [index for index in range(len(sizes)) if index not in staying]
+        pinned = dict(zip(first, spread([sizes[n] for n in first], budget), strict=True))
+        left = budget - sum(sizes[index] for index, yes in pinned.items() if yes)
+        last = sorted(staying)
+        pinned |= zip(last, spread([sizes[n] for n in last], left), strict=True)
+        return tuple(pinned[index] for index in range(len(sizes)))
     total = sum(sizes)
     if total <= budget:
         return (True,) * len(sizes)
@@ -193,7 +208,7 @@ def _row(wish: Wish, tier: str, *, leads: bool) -> _Row:
         return _Row(wish, tier, (fits,) * count, 0, 0, wish.staging_nbytes)
     pinned = none
     if wish.pins and tier in ("pinned", "shared"):
-        pinned = spread(wish.shard_nbytes, _lockable(wish))
+        pinned = spread(wish.shard_nbytes, _lockable(wish), wish.staying)
     if tier == "shared":
         # Counted once a node.
         return _Row(wish, tier, pinned, 0, wish.nbytes if leads else 0, 0)

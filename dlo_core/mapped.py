@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dlo_core.errors import CheckpointError, ConfigError
+from dlo_core.feed import DirectFeed, FeedError
 from dlo_core.host import HostBytes, HostStore, register_ranges
 from dlo_core.rawbytes import move_bytes
 from dlo_core.shard import TRAILER_NBYTES, ShardPlan, trailer
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from dlo_core.checkpoint import Checkpoint
     from dlo_core.feed import Feed, Part
-    from dlo_core.interface import HostBuffer, PinnedAllocator, Registration
+    from dlo_core.interface import Event, HostBuffer, PinnedAllocator, Registration
     from dlo_core.layout import BlockLayout
     from dlo_core.plan import ModelPlan
     from dlo_core.shard import Piece
@@ -71,6 +73,21 @@ class _Shards:
         self.sizes = [cut.nbytes for _, _, cut in self.rows]
         self._rank = rank
         self._digest = digest
+        self._stored: list[dict[Path, tuple[Checkpoint, str]]] = []
+        for number in range(len(self.rows)):
+            stored = [source.recipe.patches[0].stored for source, *_ in self.pieces(number)]
+            checkpoint = self.rows[number][0].checkpoint
+            assert checkpoint is not None
+            self._stored.append({each.path: (checkpoint, each.name) for each in stored})
+
+    def check(self, number: int) -> None:
+        """Check that the files are in place and unchanged in which a shard lies; costs some µs.
+
+        Raises:
+            CheckpointError: One is not.
+        """
+        for checkpoint, name in self._stored[number].values():
+            checkpoint.check_in_place(name)
 
     def pieces(self, number: int) -> Iterator[tuple[StoredTensor, int, int, int, int]]:
         """Yield (source, index in the layout, first byte, end, place in the shard)."""
@@ -104,6 +121,7 @@ class PageReader:
             CheckpointError: It cannot be read, or the file was changed.
         """
         layout = self._shards.rows[number][1]
+        self._shards.check(number)
         for source, index, start, stop, at in self._shards.pieces(number):
             if stopping():
                 raise CheckpointError("the offload was closed while a block was read")
@@ -223,6 +241,7 @@ class PagesStore(HostStore):
             CheckpointError: A file cannot be mapped.
         """
         shards = _Shards(plans, rank, digest)
+        self._shards = shards
         self._sizes = shards.sizes
         self.tiers = ("mapped",) * len(shards.sizes)
         self.nbytes = 0
@@ -242,6 +261,8 @@ class PagesStore(HostStore):
                 where = first + start, first + stop
                 needed.setdefault(stored.path, []).append(where)
                 found.append((at, files[stored.path][where[0] : where[1]]))
+            # The file that was mapped is the one whose header was read.
+            shards.check(number)
             end = shards.end(number)
             if end is not None:
                 found.append((end[0], _bytes(end[1])))
@@ -272,16 +293,50 @@ class PagesStore(HostStore):
         return self._parts[index]
 
     def whole(self, index: int) -> torch.Tensor:
-        """Return a copy of the shard, out of its pages."""
+        """Return a copy of the shard, out of its pages.
+
+        Raises:
+            CheckpointError: A file was changed; to read what was cut off would be the end of us.
+        """
+        self._shards.check(index)
         run = torch.zeros(self._sizes[index], dtype=torch.uint8, device="cpu")
         for at, part in self._parts[index]:
             move_bytes(run[at : at + part.nbytes], part)
         return run
 
+    def feed(self) -> Feed:
+        """Return a feed that looks at the files before each copy."""
+        return _PagesFeed(self._shards)
+
     def release(self) -> None:
         """Unlock the pages and let the files go."""
         _unlock(self._registered)
         self._parts = [()] * len(self._sizes)
+
+
+class _PagesFeed(DirectFeed):
+    """The bytes lie in pages of files, which are copied as long as nobody changes these."""
+
+    def __init__(self, shards: _Shards) -> None:
+        self._shards = shards
+
+    def send(
+        self,
+        block: int,
+        parts: Sequence[Part],
+        filled: Event,
+        queue: Callable[[Sequence[Part]], None],
+    ) -> None:
+        """Look at the files and queue the copy.
+
+        Raises:
+            FeedError: A file was changed.
+        """
+        try:
+            self._shards.check(block)
+        except CheckpointError as error:
+            raise FeedError(str(error), block) from error
+        queue(parts)
 
 
 def _map(path: Path) -> torch.Tensor:

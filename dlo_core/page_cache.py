@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-__all__ = ["CachedPages", "cached_pages"]
+__all__ = ["CachedPages", "advise", "cached_pages"]
 
 _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -47,6 +48,20 @@ def cached_pages(descriptor: int, nbytes: int) -> Any:
     return np.ones(count, dtype=bool) if failed else (there & 1).astype(bool)
 
 
+def advise(descriptor: int, start: int, nbytes: int, advice: str) -> None:
+    """Advise the system about a range of a file; one that takes no advice is no error.
+
+    Args:
+        descriptor: The open file.
+        start: First byte.
+        nbytes: Length; 0: to the end.
+        advice: Name of a constant of ``os``.
+    """
+    # Not every system and file system has it.
+    with suppress(OSError, AttributeError):
+        os.posix_fadvise(descriptor, start, nbytes, getattr(os, advice))
+
+
 class CachedPages:
     """What of one file was in memory before, and what was read since."""
 
@@ -65,7 +80,7 @@ class CachedPages:
         """Tell the system to read bytes ``[start, stop)`` now, if they were not in memory."""
         if not self._before[start // _PAGE : -(-stop // _PAGE)].all():
             self.read(start, stop)
-            os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
+            advise(self._descriptor, start, stop - start, "POSIX_FADV_WILLNEED")
 
     def read(self, start: int, stop: int) -> None:
         """Note that bytes ``[start, stop)`` were read."""
@@ -75,9 +90,6 @@ class CachedPages:
         """Tell the system that what was read and was not in memory before is not needed."""
         ours = np.flatnonzero(np.diff(np.concatenate(([0], self._read & ~self._before, [0]))))
         for first, end in zip(ours[::2].tolist(), ours[1::2].tolist(), strict=True):
-            try:
-                length = (end - first) * _PAGE
-                os.posix_fadvise(self._descriptor, first * _PAGE, length, os.POSIX_FADV_DONTNEED)
-            except OSError:  # advice: a file system may not take it
-                return
+            length = (end - first) * _PAGE
+            advise(self._descriptor, first * _PAGE, length, "POSIX_FADV_DONTNEED")
         self._read[:] = False

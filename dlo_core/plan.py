@@ -51,6 +51,7 @@ __all__ = [
     "plan_residents",
     "plan_ring",
     "predict",
+    "resident_numbers",
     "sample_values",
 ]
 
@@ -386,6 +387,18 @@ def plan_residents(plans: Sequence[ModelPlan], config: OffloadConfig) -> tuple[f
         stages=_num_stages(plans, config),
         budget=Budget(config.device_budget_bytes, fixed_nbytes),
     )
+
+
+def resident_numbers(
+    plans: Sequence[ModelPlan], residents: Sequence[frozenset[int]]
+) -> tuple[int, ...]:
+    """Return the numbers of the blocks that stay, counted over all models."""
+    found: list[int] = []
+    first = 0
+    for plan, stay in zip(plans, residents, strict=True):
+        found += [first + number for number in sorted(stay)]
+        first += len(plan.layouts)
+    return tuple(found)
 
 
 def plan_ring(

@@ -178,7 +178,8 @@ class Refit:
         # Also what named_tensors() filled meanwhile, if the new values were made of it.
         self._streamer.tape.forget()
         self._streamer.check_usable()
-        self._streamer.reload_residents(self._blocks_of(told.written))
+        residents = self._streamer.residents
+        self._streamer.guarded(residents.renew, self._blocks_of(told.written))
         self._engine.pool.owner.prefetch()
         return tuple(told.unknown)
 

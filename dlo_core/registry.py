@@ -34,7 +34,7 @@ class _Spec:
 
     @hookspec(firstresult=True)
     def dlo_backend(self, device: str) -> Backend:  # type: ignore[empty-body]
-        """Return a backend for ``device`` such as ``"cuda:1"``.
+        """Return a backend for ``device``, a device type with or without ``":"`` and an index.
 
         Raises:
             BackendError: This machine cannot run it; the message is the reason.
@@ -61,8 +61,8 @@ class BackendStatus:
 def device_type(device: str | torch.device) -> str:
     """Return the part of ``device`` before ``":"``, without asking torch.
 
-    ``torch.device("npu")`` raises where torch_npu is not imported, so torch must not see the
-    name before the backend did.
+    ``torch.device()`` raises for a type whose extension is not imported, so torch must not see
+    the name before the backend did.
     """
     return str(device).partition(":")[0]
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from dlo_core.slots import Pool, Slot
     from dlo_core.transfer import Transfer
 
-__all__ = ["ResidentBlocks"]
+__all__ = ["MIXED", "ResidentBlocks"]
+
+MIXED = "another block's bytes: the ranks' gathers were mixed up"
 
 
 class ResidentBlocks:
@@ -31,9 +33,13 @@ class ResidentBlocks:
 
     Attributes:
         loaded: Whether all of them are there, or on the way.
+        on_the_way: Whether a load was queued that the host did not wait for.
+        num_drops: How often they were dropped; after each they lie elsewhere.
     """
 
     loaded = False
+    on_the_way = False
+    num_drops = 0
 
     def __init__(
         self,
@@ -86,14 +92,10 @@ class ResidentBlocks:
         if self.loaded or not self._bindings:
             return
         self._allocate()
-        self.reload(self.numbers)
+        self._queue(self.numbers)
+        self.loaded = True
 
-    def reload(self, numbers: Iterable[int]) -> None:
-        """Queue the loads of some blocks anew, whose slots nobody reads or writes; all ranks alike.
-
-        Raises:
-            FeedError: One could not be queued; the pool is closed.
-        """
+    def _queue(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             try:
                 self._transfer.load(self._pool.residents[number], number)
@@ -103,11 +105,37 @@ class ResidentBlocks:
                 if isinstance(error, Exception) and not isinstance(error, DloError | FeedError):
                     raise FeedError(f"{type(error).__name__}: {error}", number) from error
                 raise
-        self.loaded = True
+            self.on_the_way = True
+
+    def renew(self, numbers: Iterable[int]) -> None:
+        """Load those of ``numbers`` anew that are there: their values changed; all ranks alike.
+
+        Raises:
+            FeedError: A load could not be queued; the pool is closed.
+        """
+        if self.loaded:
+            self._queue(number for number in numbers if number in self._bindings)
+
+    def finish(self) -> None:
+        """Block the host until they are there, and check them.
+
+        Raises:
+            FeedError: One holds another block's bytes.
+        """
+        self._transfer.settle()
+        for number in self._bindings:
+            if self._pool.residents[number].check.failed():
+                raise FeedError(f"it holds {MIXED}", number)
+        self.on_the_way = False
 
     def drop(self) -> None:
-        """Let their memory go; nobody reads or writes it any more."""
+        """Let their memory go, once nobody reads or writes it; between two passes."""
+        if not self.loaded:
+            return
+        self._transfer.settle()
+        self._transfer.stand_still()
         self.loaded = False
+        self.num_drops += 1
         for number, binding in self._bindings.items():
             slot = self._pool.residents[number]
             binding.forget(slot)

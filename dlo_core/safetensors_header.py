@@ -16,6 +16,7 @@ import torch
 
 from dlo_core.errors import CheckpointError
 from dlo_core.packed_format import VERSION, count_chunks, index_nbytes
+from dlo_core.page_cache import advise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -99,6 +100,7 @@ class SafetensorsFile:
         path: The file.
         nbytes: Its size.
         mtime_ns: When it was last written to, as the file system says.
+        place: Device and number by which the file system knows it.
         tensors: By key, in the header's order.
         metadata: What the file says of itself.
     """
@@ -106,6 +108,7 @@ class SafetensorsFile:
     path: Path
     nbytes: int
     mtime_ns: int
+    place: tuple[int, int]
     tensors: dict[str, CheckpointTensor]
     metadata: dict[str, str]
 
@@ -126,7 +129,8 @@ def read_header(path: Path) -> SafetensorsFile:
     _check_tiling(path, tensors.values(), span)
     if PACKED_KEY in metadata:
         tensors |= _packed(path, tensors, metadata[PACKED_KEY])
-    return SafetensorsFile(path, status.st_size, status.st_mtime_ns, tensors, metadata)
+    place = status.st_dev, status.st_ino
+    return SafetensorsFile(path, status.st_size, status.st_mtime_ns, place, tensors, metadata)
 
 
 def _packed(
@@ -188,7 +192,7 @@ def _load(path: Path) -> tuple[os.stat_result, bytes]:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             # Nothing behind the header is wanted yet.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            advise(file.fileno(), 0, 0, "POSIX_FADV_RANDOM")
             prefix = file.read(_PREFIX)
             length = _header_nbytes(path, prefix, status.st_size)
             raw = file.read(length)

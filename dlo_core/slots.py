@@ -61,6 +61,18 @@ class Slot:
             stays=stays,
         )
 
+    def twin(self, backend: Backend) -> Slot:
+        """Return a slot over the same buffer, with events of its own; it holds nothing."""
+        return Slot(
+            self.index,
+            self.buffer,
+            filled=backend.new_event(),
+            drained=backend.new_event(),
+            copied=backend.new_event(),
+            check=self.check,
+            stays=self.stays,
+        )
+
     def __repr__(self) -> str:
         """Show what the slot holds."""
         holds = "empty" if self.tape is None else f"fill {self.fill}"
@@ -149,6 +161,12 @@ class Pool:
         }
         decoded = Slot.new(backend, -1, decoded_nbytes) if decoded_nbytes else None
         return cls(slots, stages, staying, decoded)
+
+    def twin(self, backend: Backend) -> Pool:
+        """Return a pool over the same slots' buffers, with events of its own; it holds nothing."""
+        slots = tuple(slot.twin(backend) for slot in self.slots)
+        residents = {number: slot.twin(backend) for number, slot in self.residents.items()}
+        return Pool(slots, residents=residents, torn=self.torn, lock=self.lock)
 
     @property
     def busy(self) -> bool:

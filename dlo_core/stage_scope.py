@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dlo_core.errors import UseError
-from dlo_core.streamer import Streamer
+from dlo_core.residents import ResidentBlocks
 from dlo_core.together import begin_together
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def load_residents(engine: Engine, agreement: Agreement) -> None:
         AgreementError: The ranks did not call it alike.
         FillError: A load could not be queued; the offload is closed.
     """
-    _between_passes(engine, agreement, "load_resident_layers()", Streamer.load_residents)
+    _between_passes(engine, agreement, "load_resident_layers()", ResidentBlocks.load)
 
 
 def drop_residents(engine: Engine, agreement: Agreement) -> None:
@@ -36,11 +36,11 @@ def drop_residents(engine: Engine, agreement: Agreement) -> None:
         AgreementError: The ranks did not call it alike.
         FillError: A transfer went wrong; the offload is closed.
     """
-    _between_passes(engine, agreement, "offload_resident_layers()", Streamer.drop_residents)
+    _between_passes(engine, agreement, "offload_resident_layers()", ResidentBlocks.drop)
 
 
 def _between_passes(
-    engine: Engine, agreement: Agreement, what: str, do: Callable[[Streamer], None]
+    engine: Engine, agreement: Agreement, what: str, do: Callable[[ResidentBlocks], None]
 ) -> None:
     entered: list[bool] = []
     pool = engine.pool
@@ -64,7 +64,7 @@ def _between_passes(
             # An engine that calls blocks and not the root ends its pass here.
             pool.owner.end_pass()
         for streamer in engine.streamers:
-            do(streamer)
+            streamer.guarded(do, streamer.residents)
     finally:
         if entered:
             engine.streamers[0].leave()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from dlo_core.plan import (
     plan_model,
     plan_residents,
     predict,
+    resident_numbers,
     sample_values,
 )
 from dlo_core.segment import Segment, SegmentMaker, receive
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 __all__ = ["Request", "Startup"]
 
 # Settings in which ranks may differ: the bytes that are gathered are the same.
-_OWN_SETTINGS = ("host", "pin_budget_bytes")
+_OWN_SETTINGS = ("host", "pin_budget_bytes", "load_threads", "direct_io")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,6 +273,7 @@ class Startup:
             size=self._agreement.size,
             gathers=self.gathers,
             machine=Machine(),
+            staying=resident_numbers(plans, residents),
         )
         footprint = predict(plans, self._config, residents)
         return _Decision(digest.digest(), residents, footprint, wish)
@@ -313,9 +314,7 @@ class Startup:
         # All ranks have read: what one gives back, no other wants any more.
         for plan in plans:
             if plan.checkpoint is not None:
-                # Advice to the system, after the last vote: its failure must not be this rank's.
-                with suppress(Exception):
-                    plan.checkpoint.give_back_pages()
+                plan.checkpoint.give_back_pages()
         return made.engine, footprint
 
     def _share(self, made: _Made, wish: Wish) -> None:
@@ -342,6 +341,7 @@ class Startup:
             rank=made.collective.rank,
             digest=decision.digest,
             segment=made.segment,
+            staying=sorted(decision.wish.staying),
         )
         made.engine = Engine(
             plans,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -10,9 +11,10 @@ from torch.compiler import is_dynamo_compiling
 from dlo_core.compiling import OUTSIDE, aside
 from dlo_core.errors import DloError, FillError, FillTimeout, UseError
 from dlo_core.feed import FeedError
+from dlo_core.residents import MIXED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from dlo_core.binding import BlockBinding
     from dlo_core.interface import Event
@@ -72,6 +74,7 @@ class Streamer:
         self._loaded: set[int] = set()
         self._depth = [0] * len(self.names)
         self._closed: str | None = None
+        self._captures = False
 
     def call_root(
         self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -116,6 +119,7 @@ class Streamer:
     @aside
     def begin_pass(self) -> None:
         """Open a pass; the caller holds the pool's lock."""
+        self._check_graph()
         if self.on_pass is not None:
             self.on_pass()
         self._guard(self._before_pass, self)
@@ -131,6 +135,47 @@ class Streamer:
         self.last_loaded = frozenset(self._loaded)
         if self._pool.failure is None and self._closed is None:
             self._guard(self.tape.end_pass)
+
+    @contextmanager
+    def instead(
+        self, tape: Tape, transfer: Transfer, pool: Pool, pass_start: Event
+    ) -> Iterator[None]:
+        """Run the passes inside over other parts, and tell nobody; the caller holds the pool.
+
+        Args:
+            tape: The cursor.
+            transfer: Queues fills.
+            pool: The slots, over the same buffers.
+            pass_start: Recorded where a pass begins.
+        """
+        kept = self.tape, self._transfer, self._pool, self.pass_start
+        waited, loaded, on_pass = self.last_waited, self.last_loaded, self.on_pass
+        self.tape, self._transfer, self._pool, self.pass_start = tape, transfer, pool, pass_start
+        self.on_pass, self._captures = None, True
+        try:
+            yield
+        finally:
+            self._captures = False
+            self.tape, self._transfer, self._pool, self.pass_start = kept
+            self.last_waited, self.last_loaded, self.on_pass = waited, loaded, on_pass
+
+    def get_ready(self) -> None:
+        """Have the slots hold what a pass begins with; the caller holds the pool.
+
+        Raises:
+            FillError: A fill could not be queued; the offload is closed.
+            UseError: Somebody else's graph is being recorded.
+        """
+        self._check_graph()
+        self._guard(self.tape.ready)
+
+    def _check_graph(self) -> None:
+        if self._transfer.recorded and not self._captures:
+            raise UseError(
+                "an offloaded model was called while a graph is captured: its pass begins and ends "
+                "in the middle of a copy on a stream of dlo's own, which the graph knows nothing "
+                "of; use offloaded.capture(model, ...)"
+            )
 
     def run_pass(self) -> _Pass:
         """Return a context that is one pass, for engines that do not call the root."""
@@ -205,14 +250,6 @@ class Streamer:
         """
         self._guard(turn.close)
 
-    def settle(self) -> None:
-        """Block the host until every queued transfer is done.
-
-        Raises:
-            FillError: One went wrong; the offload is closed.
-        """
-        self._guard(self._transfer.settle)
-
     def stand_still(self) -> None:
         """Block the host until nothing reads or writes weights any more; between passes.
 
@@ -221,35 +258,14 @@ class Streamer:
         """
         self._guard(self._transfer.stand_still)
 
-    def load_residents(self) -> None:
-        """Queue the loads of the blocks that stay, where they are not there; between passes.
+    def guarded(self, do: Callable[..., Any], *args: Any) -> None:
+        """Call ``do(*args)``, which queues transfers or waits for some.
 
         Raises:
-            UseError: A rank has not the memory; nothing was loaded.
-            FillError: A load could not be queued; the offload is closed.
+            UseError: It raised one; nothing is closed.
+            FillError: Something else went wrong; the offload is closed.
         """
-        self._guard(self.residents.load)
-
-    def reload_residents(self, numbers: Iterable[int]) -> None:
-        """Queue the loads of those of ``numbers`` that stay and are there, with new values.
-
-        Raises:
-            FillError: One could not be queued; the offload is closed.
-        """
-        if self.residents.loaded:
-            mine = self.residents.numbers
-            self._guard(self.residents.reload, [n for n in numbers if n in mine])
-
-    def drop_residents(self) -> None:
-        """Let the memory of the blocks that stay go, once nobody uses it; between passes.
-
-        Raises:
-            FillError: A transfer went wrong; the offload is closed.
-        """
-        if self.residents.loaded:
-            self.settle()
-            self.stand_still()
-            self.residents.drop()
+        self._guard(do, *args)
 
     def wait_for(self, slot: Slot, block: int) -> None:
         """Let the current stream wait until ``block`` is in ``slot``.
@@ -260,7 +276,10 @@ class Streamer:
         number = self.first_block + block
         if not slot.stays:
             self._guard(self._transfer.acquire, slot, number, block=block, fill=slot.fill)
-        elif self._guard(self._transfer.acquire_resident, slot, number, block=block):
+        elif (
+            self._guard(self._transfer.acquire_resident, slot, number, block=block)
+            and self.residents.on_the_way
+        ):
             self._loaded.add(number)
 
     def check(self, slot: Slot, block: int) -> None:
@@ -270,8 +289,7 @@ class Streamer:
             FillError: It does; the offload is closed.
         """
         if slot.check.failed():
-            mixed = "it holds another block's bytes: the ranks' gathers were mixed up"
-            self._fail(mixed, block, slot.fill)
+            self._fail(f"it holds {MIXED}", block, slot.fill)
 
     @aside
     def _enter(self, check: Callable[[], None] | None = None) -> None:

@@ -177,6 +177,10 @@ class Tape:
         Raises:
             UseError: A block is being computed.
         """
+        self._come_to_boundary()
+        self.open = True
+
+    def _come_to_boundary(self) -> None:
         if self._pool.busy:
             raise UseError(
                 "busy: the model was called while one of its blocks computes (from inside a "
@@ -190,7 +194,6 @@ class Tape:
         if self._pool.owner is not self:
             self._take_over()
         self._load()
-        self.open = True
 
     def _take_over(self) -> None:
         owner = self._pool.owner
@@ -307,6 +310,46 @@ class Tape:
         if self._pool.owner is not self:
             self._take_over()
         self._issue_to(self.base + self.depth - 1)
+
+    def ready(self) -> None:
+        """Come to a pass boundary with all that a pass finds in the slots in steady state.
+
+        Raises:
+            UseError: A block is being computed.
+        """
+        self._come_to_boundary()
+        fits = self.n <= self.depth
+        self._issue_to(self.base + (self.n if fits else self.depth - 1))
+
+    def twin(self, pool: Pool, filler: Filler) -> Tape:
+        """Return a tape at its beginning over other slots, which hold what this one's hold."""
+        made = Tape(self.order, pool, filler, agree=self._agree, name=self._name)
+        made._calls = None
+        made.issued = self.issued - self.base
+        for mine, its in zip(self._pool.slots, pool.slots, strict=True):
+            if mine.tape is self:
+                its.tape, its.fill = made, mine.fill - self.base
+        pool.owner = made
+        return made
+
+    def holds_alike(self, twin: Tape) -> bool:
+        """Return whether a twin's slots hold the blocks that this one's hold."""
+        return all(
+            mine.tape is not self
+            or (its.tape is twin and twin.block(its.fill) == self.block(mine.fill))
+            for mine, its in zip(self._pool.slots, twin._pool.slots, strict=True)
+        )
+
+    def count_pass(self, num_fills: int, num_skipped: int) -> None:
+        """Count a pass that went over a twin.
+
+        Args:
+            num_fills: Fills that it made.
+            num_skipped: Fills that the slots held already.
+        """
+        self.num_passes += 1
+        self.num_fills += num_fills
+        self.num_skipped += num_skipped
 
     def turn(self) -> Generator[tuple[int, Slot], None, None]:
         """Yield the block and the slot of every fill of one whole turn; all ranks alike.

@@ -59,6 +59,7 @@ def make_wish(
     size: int,
     gathers: bool,
     machine: Machine,
+    staying: Sequence[int] = (),
 ) -> Wish:
     """Return what this rank wishes; nothing is allocated.
 
@@ -71,6 +72,7 @@ def make_wish(
         size: Of the group.
         gathers: Whether the weights are sharded over it.
         machine: This rank's.
+        staying: Numbers of the blocks that stay on the device, counted over all models.
 
     Raises:
         ConfigError: The tier that was given by name cannot be had.
@@ -90,6 +92,7 @@ def make_wish(
         pin_budget=config.pin_budget_bytes,
         lock=machine.lock_bound() if backend.capabilities.lock_limit else None,
         bounds=machine.memory_bounds(),
+        staying=frozenset(staying),
     )
 
 
@@ -102,6 +105,7 @@ def make_store(
     rank: int,
     digest: bytes,
     segment: Segment | None,
+    staying: Sequence[int] = (),
 ) -> HostStore:
     """Return the store that was settled, which packs what it is given where shards are packed.
 
@@ -113,12 +117,20 @@ def make_store(
         rank: In the shard group; 0 where nothing is gathered.
         digest: Of the trailers.
         segment: The node's memory, in the shared tier.
+        staying: Numbers of the blocks that stay on the device, counted over all models.
 
     Raises:
         HostMemoryError: The memory cannot be had after all; nothing is kept.
     """
     store = _make_store(
-        allotment, config, backend, plans, rank=rank, digest=digest, segment=segment
+        allotment,
+        config,
+        backend,
+        plans,
+        rank=rank,
+        digest=digest,
+        segment=segment,
+        staying=staying,
     )
     if config.packed is not True:
         return store
@@ -141,6 +153,7 @@ def _make_store(
     rank: int,
     digest: bytes,
     segment: Segment | None,
+    staying: Sequence[int],
 ) -> HostStore:
     sizes = [shard.nbytes for plan in plans for shard in plan.shards]
     if allotment.tier == "shared":
@@ -158,11 +171,17 @@ def _make_store(
     if not backend.capabilities.pinned_memory:
         # Its own memory is the best that there is, pageable as it may be.
         return PrivateStore(backend.allocator, sizes, (True,) * len(sizes))
-    return _private_store(backend, sizes, allotment.pinned, must_pin=config.host == "pinned")
+    must_pin = config.host == "pinned"
+    return _private_store(backend, sizes, allotment.pinned, must_pin=must_pin, staying=staying)
 
 
 def _private_store(
-    backend: Backend, sizes: Sequence[int], pinned: Sequence[bool], *, must_pin: bool
+    backend: Backend,
+    sizes: Sequence[int],
+    pinned: Sequence[bool],
+    *,
+    must_pin: bool,
+    staying: Sequence[int],
 ) -> PrivateStore:
     """Pin what was settled; where that fails and need not be, half of it, and so on."""
     wanted = left = _chosen_nbytes(sizes, pinned)
@@ -175,7 +194,7 @@ def _private_store(
             if must_pin or not any(pinned):
                 raise
             problem = problem or error.with_traceback(None)
-            pinned = spread(sizes, left // 2)
+            pinned = spread(sizes, left // 2, staying)
             left = _chosen_nbytes(sizes, pinned)
     if problem is not None:
         warnings.warn(

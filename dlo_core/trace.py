@@ -147,8 +147,14 @@ def _moved_ms(engine: Engine, number: int) -> float:
 def _state(engine: Engine, number: int) -> BlockState:
     mine = engine.pool.residents.get(number)
     if mine is not None:
-        there = BlockState.RESIDENT if mine.buffer.nbytes else BlockState.WAITING
-        return BlockState.BOUND if mine.bound else there
+        there = any(
+            number in streamer.residents.numbers
+            for streamer in engine.streamers
+            if streamer.residents.loaded
+        )
+        if mine.bound:
+            return BlockState.BOUND
+        return BlockState.RESIDENT if there else BlockState.WAITING
     state = BlockState.WAITING
     for slot in engine.pool.slots:
         if slot.tape is not None and slot.tape.block(slot.fill) == number:

@@ -19,6 +19,9 @@ buffer where all blocks compute, which is their *home*. So the slot is drained a
 done, and the home has one event, drained, recorded behind each computation; another stream waits
 for it before it decodes or computes there.
 
+A pass that is captured as a graph runs over other events: see [Note: a captured pass] in
+``capture.py``. Outside of it *drained* stands for the whole graph.
+
 A feed may queue the copy later, in a thread of its own; then the host catches up with it before it
 lets anything wait for the event behind the copy. See [Note: staging] in ``staging.py``.
 
@@ -33,7 +36,7 @@ and what computes can differ.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -82,6 +85,11 @@ class BlockTimes:
     def new(cls, backend: Backend) -> BlockTimes:
         """Make the events, unrecorded."""
         return cls(*(backend.new_event(timing=True) for _ in range(8)))
+
+    @classmethod
+    def none(cls, backend: Backend) -> BlockTimes:
+        """Make events that take no time."""
+        return cls(*[backend.new_event()] * 8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,8 +238,20 @@ class Transfer(ABC):
         self._pool = pool
         self._blocks = blocks
         self._copy_stream = backend.new_stream()
+        self._graph_streams: list[Stream] = []
+        self._edge = backend.new_event()
         self.copied_nbytes = 0
         self.gathered_nbytes = 0
+
+    @property
+    def recorded(self) -> bool:
+        """Whether what is queued now is recorded in a graph, and does not run."""
+        return self._backend.recording()
+
+    @property
+    def feed(self) -> Feed:
+        """What brings the shards."""
+        return self._feed
 
     def copy_ahead(self, block: int, fill: int) -> None:  # noqa: B027 - nothing to do by default
         """Queue the copy of a later fill into its stage, where there are stages."""
@@ -261,17 +281,22 @@ class Transfer(ABC):
         Returns:
             Whether it waits: the first time after a load.
         """
-        # See [Note: two events].
         stream, times = self._backend.current_stream(), self._blocks[block].times
         stream.record_event(times.wait_start)
-        waits = slot.reader is None or slot.reader != stream
-        if waits:
-            self._feed.catch_up(slot.filled)
-            stream.wait_event(slot.filled)
+        waits = self._wait_for_load(slot, stream)
         if self._home is not None:
             self._home.enter(stream, slot, self._blocks[block])
             return waits
         stream.record_event(times.wait_end)
+        return waits
+
+    def _wait_for_load(self, slot: Slot, stream: Stream) -> bool:
+        waits = slot.reader is None or slot.reader != stream
+        if waits:
+            self._feed.catch_up(slot.filled)
+            # See [Note: two events].
+            stream.wait_event(slot.filled)
+            slot.reader = stream
         return waits
 
     def use(self, home: DecodedHome | None) -> None:
@@ -313,6 +338,56 @@ class Transfer(ABC):
         """Record a timing ``event`` on the current stream."""
         self._backend.current_stream().record_event(event)
 
+    def twin(self, pool: Pool) -> Transfer:
+        """Return a transfer of the same blocks into other slots, by streams of its own.
+
+        It keeps no times. Nothing is gathered: see ``capture.py``.
+        """
+        times = BlockTimes.none(self._backend)
+        blocks = [replace(block, times=times) for block in self._blocks]
+        return type(self)(self._backend, pool, blocks, feed=self._feed)
+
+    def fork(self) -> None:
+        """Let the side streams begin behind the current one; see [Note: a captured pass]."""
+        current = self._backend.current_stream()
+        current.record_event(self._edge)
+        for side in self._streams():
+            side.wait_event(self._edge)
+
+    def join(self) -> None:
+        """Let the current stream go on behind the side streams; see [Note: a captured pass]."""
+        current = self._backend.current_stream()
+        for side in self._streams():
+            side.record_event(self._edge)
+            current.wait_event(self._edge)
+
+    def before_graph(self) -> None:
+        """Let the current stream wait for all slots: a graph that holds a pass comes next."""
+        # See [Note: two events].
+        stream = self._backend.current_stream()
+        for slot in self._pool.slots:
+            stream.wait_event(slot.filled)
+            stream.wait_event(slot.drained)
+        for slot in self._pool.residents.values():
+            self._wait_for_load(slot, stream)
+
+    def after_graph(self, copied_nbytes: int) -> None:
+        """Say that the graph on the current stream is the last to fill and read all slots.
+
+        Args:
+            copied_nbytes: Bytes that it copies from the host.
+        """
+        # See [Note: two events].
+        stream = self._backend.current_stream()
+        for slot in self._pool.slots:
+            # Also for what was filled: who reads it on another stream waits for it.
+            stream.record_event(slot.drained)
+            slot.reader = stream
+        # It copies from the host, too, which must stay until it is done.
+        if stream not in self._graph_streams:
+            self._graph_streams.append(stream)
+        self.copied_nbytes += copied_nbytes
+
     def close(self) -> None:
         """Forget what travels, without waiting for anything that waits for another rank."""
         self._feed.close()
@@ -321,7 +396,7 @@ class Transfer(ABC):
     def settle(self) -> None:
         """Block the host until every queued transfer is done."""
         self._feed.settle()
-        for stream in self._streams():
+        for stream in (*self._streams(), *self._graph_streams):
             stream.synchronize()
 
     def stand_still(self) -> None:
@@ -367,7 +442,7 @@ class LocalTransfer(Transfer):
         """Wait for copies under way, which wait for nobody else, and forget what travels."""
         self._feed.close()
         if self._blocks and self._pool.failure is None:
-            for stream in self._streams():
+            for stream in (*self._streams(), *self._graph_streams):
                 stream.synchronize()
         super().close()
 

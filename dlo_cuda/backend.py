@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,11 +13,15 @@ import torch
 from dlo_core.accelerator import AcceleratorBackend
 from dlo_core.errors import BackendError
 from dlo_core.interface import Capabilities
+from dlo_cuda.availability import check_built, number_of
 from dlo_cuda.cudart import load_runtime
 from dlo_cuda.pinned import SlabAllocator
+from dlo_cuda.settings import describe
 
 if TYPE_CHECKING:
-    from dlo_core.interface import Codec
+    from collections.abc import Iterator, Mapping
+
+    from dlo_core.interface import Codec, Graph
     from dlo_cuda.cudart import Runtime
 
 __all__ = ["CudaBackend", "make_backend"]
@@ -48,6 +54,7 @@ class CudaBackend(AcceleratorBackend):
                 readonly_registration=slabs is not None and readonly,
                 # torch's own pinned memory takes powers of two.
                 locks_exactly=slabs is not None,
+                graph_capture=True,
             ),
             allocator=slabs,
         )
@@ -75,6 +82,39 @@ class CudaBackend(AcceleratorBackend):
             return None
         return TritonCodec()
 
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Record a CUDA graph, on a stream of its own."""
+        # Host memory that is let go meanwhile would be unlocked, which a capture does not survive.
+        gc.collect()
+        with torch.cuda.device(self.device):
+            graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+            before = torch.cuda.current_stream()
+            # Threads that have nothing to do with it may go on.
+            recording = torch.cuda.graph(
+                graph,
+                pool=pool,
+                stream=torch.cuda.Stream(),
+                capture_error_mode="thread_local",
+            )
+            try:
+                with recording:
+                    yield graph
+            except BaseException:
+                # torch stops half-way where a graph cannot be ended.
+                torch.cuda.set_stream(before)
+                with suppress(AttributeError, RuntimeError):
+                    torch._C._cuda_endAllocateToPool(self.device.index, pool)
+                raise
+
+    def recording(self) -> bool:
+        """Return whether the current stream is captured."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def settings(self) -> Mapping[str, str]:
+        """Return versions, and what the environment says of memory, queues and NCCL."""
+        return describe(exact=self._slabs is not None)
+
     def _cuts(self, host: torch.Tensor) -> list[int]:
         # Rows are small and come from torch's memory; only runs of bytes lie in slabs.
         if self._slabs is None or host.dim() != 1:
@@ -88,21 +128,9 @@ def make_backend(device: str) -> CudaBackend:
     Raises:
         BackendError: This torch is not built for CUDA, or there is no such device.
     """
-    if torch.version.cuda is None:
-        raise BackendError(
-            f"device {device!r}: torch {torch.__version__} is not built for CUDA; install a build "
-            "of torch for your CUDA version"
-        )
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = device.partition(":")[2]
-    number = int(index) if index.isdecimal() else None
-    if count == 0:
-        raise BackendError(
-            f"device {device!r}: torch sees no CUDA device (driver missing, or "
-            "CUDA_VISIBLE_DEVICES hides them)"
-        )
-    if (index and number is None) or (number is not None and number >= count):
-        raise BackendError(f"device {device!r}: there are {count} CUDA devices, 0 to {count - 1}")
+    check_built(device)
+    # is_available() would leave a process that forks without CUDA in its children.
+    number = number_of(device, torch.cuda.device_count())
     if number is None:
         # Asking for the current device would start CUDA, which a look at the backends must not.
         number = torch.cuda.current_device() if torch.cuda.is_initialized() else 0

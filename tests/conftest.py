@@ -1,7 +1,8 @@
 """What every test gets: the testing kit's plug-in, as a backend's author has it.
 
-``REPEATS`` names tests that are slow by their parameters and of which a quicker sibling stays in
-the fast suite: ``make test-all`` runs them, ``make test`` does not.
+``make test-all`` runs, and ``make test`` does not, what a quicker sibling in the fast suite shows
+nearly as well: the tests that ``REPEATS`` names, and of a test over one, two and more ranks of a
+real job those over more than two.
 """
 
 from __future__ import annotations
@@ -20,31 +21,59 @@ REPEATS = frozenset(
         "test_bits.py::test_a_checkpoint_of_any_form_gives_the_same_bits[4]",
         "test_bits.py::test_an_offloaded_model_computes_the_same_bits[4]",
         "test_cases_lifecycle.py::test_a_block_that_calls_itself_or_another_is_right_or_an_error[3-2]",
+        "test_conformance_faults.py::test_a_planted_fault_fails_its_test[TestRoundingAllocator]",
+        "test_cpu_backend.py::test_the_interpreter_exits_cleanly_with_work_pending[a stuck stream]",
         "test_demo_run.py::test_two_ranks_draw_the_same_bits_streamed_as_resident[rank-local]",
+        "test_host_tiers.py::test_a_model_over_a_rounding_allocator_is_exact_and_right[False]",
+        "test_host_tiers.py::test_ranks_with_different_tiers_gather_alike",
+        "test_kit_gloo.py::test_a_missing_wait_or_record_is_found[drained not recorded]",
+        "test_kit_gloo.py::test_a_missing_wait_or_record_is_found[no wait on filled]",
+        "test_kit_gloo.py::test_a_missing_wait_or_record_is_found[no wait on the copy, in place]",
+        "test_kit_gloo.py::test_a_missing_wait_or_record_is_found[no wait on the copy, staged]",
+        "test_kit_gloo.py::test_a_slot_chosen_by_block_number_is_found",
+        "test_kit_gloo.py::test_awkward_models_have_no_race_and_right_bits[called twice]",
+        "test_kit_gloo.py::test_awkward_models_have_no_race_and_right_bits[mixed]",
+        "test_kit_gloo.py::test_awkward_models_have_no_race_and_right_bits[run order of its own]",
         "test_kit_gloo.py::test_the_engine_as_it_is_has_no_race_and_right_bits[3-0-1]",
+        "test_lifecycle.py::test_a_failure_in_any_step_of_enable_leaves_the_model_as_it_was[checkpoint]",
         "test_lifecycle.py::test_a_failure_in_any_step_on_one_rank_is_told_to_all[2-None]",
         "test_lifecycle.py::test_a_process_ends_cleanly_whatever_was_closed_first",
         "test_lifecycle.py::test_enable_and_disable_ten_times[2-2]",
         "test_lifecycle.py::test_enable_and_disable_ten_times[3-2]",
+        "test_mapped.py::test_bits_are_right_and_come_back[in place-1]",
         "test_mapped.py::test_bits_are_right_and_come_back[in place-3]",
+        "test_mapped.py::test_bits_are_right_and_come_back[local-3]",
+        "test_mapped.py::test_bits_are_right_and_come_back[staged-1]",
         "test_mapped.py::test_bits_are_right_and_come_back[staged-3]",
         "test_mapped.py::test_bits_are_right_however_late_the_reading_and_the_streams_are[in place]",
         "test_mapped.py::test_bits_are_right_however_late_the_reading_and_the_streams_are[staged]",
+        "test_mapped.py::test_pages_that_the_device_can_lock_are_copied_from_where_they_lie[in place]",
         "test_mapped.py::test_pages_that_the_device_can_lock_are_copied_from_where_they_lie[staged]",
         "test_memory.py::test_a_small_process_holds_no_second_copy[False]",
+        "test_memory.py::test_many_rounds_leave_no_files_open",
         "test_memory.py::test_ranks_get_all_memory_back[False]",
+        "test_memory.py::test_ranks_get_all_memory_back[True]",
+        "test_parallel_matrix.py::test_an_accepted_cell_is_bit_identical_and_as_large_as_predicted[DP2xTP2-gather]",
+        "test_parallel_matrix.py::test_an_accepted_cell_is_bit_identical_and_as_large_as_predicted[HSDP2x2-no-gather]",
         "test_parallel_table.py::test_the_table_is_written_from_the_report_and_a_stale_one_is_noticed",
         "test_parallel_tensors.py::test_a_dtensor_comes_back_as_the_object_it_was",
+        "test_parallel_tensors.py::test_a_tp_rank_reads_its_slices_from_a_checkpoint[DP2xTP2-names]",
+        "test_ranks.py::test_results_come_back_by_rank[spawn]",
         "test_reading.py::test_a_missing_file_is_refused_on_every_rank[folder]",
         "test_reading.py::test_a_truncated_file_is_refused_on_every_rank[False-drop_half_the_header]",
         "test_reading.py::test_a_truncated_file_is_refused_on_every_rank[False-drop_tail]",
         "test_reading.py::test_a_truncated_file_is_refused_on_every_rank[True-drop_half_the_header]",
+        "test_reading.py::test_a_truncated_file_is_refused_on_every_rank[True-drop_tail]",
         "test_reading.py::test_a_truncated_file_is_refused_on_every_rank[True-empty]",
         "test_reading.py::test_an_exception_of_one_ranks_callback_cancels_on_all[False]",
         "test_shared.py::test_all_ranks_map_one_memory_and_divide_the_reading[4-False]",
+        "test_shared.py::test_all_ranks_map_one_memory_and_divide_the_reading[4-True]",
+        "test_shared.py::test_no_room_for_the_memory_is_an_error_on_every_rank[pages]",
         "test_tape_random.py::test_programs_on_the_real_engine_give_the_bits_of_the_resident_run[3]",
     }
 )
+
+_COUNTS = ("num_ranks", "ranks", "size")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -52,6 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the repeats; a name that stands for no test of a collected file is an error."""
     names = {f"{item.path.name}::{item.name}": item for item in items}
     whole = {item.path.name for item in items}
+    _mark_many_ranks(items)
     for name in REPEATS:
         if name in names:
             names[name].add_marker(pytest.mark.slow)
@@ -59,3 +89,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         stale = sorted(name for name in REPEATS if name not in names)
         if stale:
             raise pytest.UsageError(f"tests/conftest.py names tests that are not there: {stale}")
+
+
+def _mark_many_ranks(items: list[pytest.Item]) -> None:
+    """Mark tests of a real job; slow are those over more than two ranks that are there over two."""
+    counts: dict[pytest.Item, int] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and "run_ranks" in item.function.__code__.co_names:
+            item.add_marker(pytest.mark.ranks)
+            given = item.callspec.params if hasattr(item, "callspec") else {}
+            for name in _COUNTS:
+                count = given.get(name)
+                if isinstance(count, int):
+                    counts[item] = count
+    with_two = {_origin(item) for item, count in counts.items() if count == 2}
+    for item, count in counts.items():
+        if count > 2 and _origin(item) in with_two:
+            item.add_marker(pytest.mark.slow)
+
+
+def _origin(item: pytest.Item) -> tuple[str, str]:
+    return item.path.name, item.originalname if isinstance(item, pytest.Function) else item.name

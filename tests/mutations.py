@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 ORDERING = ("wait_event", "record_event")
-WAIT_ON_RESIDENT = "Transfer.acquire_resident: stream.wait_event(slot.filled)"
+WAIT_ON_RESIDENT = "Transfer._wait_for_load: stream.wait_event(slot.filled)"
 PACKED = "DecodedHome"
 REUSED_MEMORY = "Transfer.load: self._backend.current_stream().record_event(slot.drained)"
 # What orders the blocks that stay; test_residents.py shows the need of both.
@@ -52,6 +52,12 @@ class Site:
     def timing_only(self) -> bool:
         """Whether it records a timing event, which orders nothing."""
         return "times." in self.text or self.owner == "Transfer.mark"
+
+    @property
+    def of_graphs(self) -> bool:
+        """Whether it orders graphs and passes, whose cases are in test_capture.py."""
+        methods = ("fork", "join", "before_graph", "after_graph")
+        return self.owner.partition(".")[2] in methods
 
 
 def sites() -> tuple[Site, ...]:

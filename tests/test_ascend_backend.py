@@ -12,7 +12,7 @@ from dlo_core.testing.conformance import AllocatorConformance, BackendConformanc
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlo_core.interface import Backend, PinnedAllocator
+    from dlo_core.interface import Backend, Capabilities, PinnedAllocator
 
 pytestmark = VENDOR_WARNINGS
 
@@ -27,3 +27,7 @@ class TestAscendAllocator(AllocatorConformance):
     @pytest.fixture
     def allocator(self, usable_backend: Callable[[str], Backend]) -> PinnedAllocator:
         return usable_backend("npu").allocator
+
+    @pytest.fixture
+    def capabilities(self, usable_backend: Callable[[str], Backend]) -> Capabilities:
+        return usable_backend("npu").capabilities

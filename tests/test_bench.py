@@ -264,6 +264,26 @@ def test_bench_prints_times_and_bytes_and_writes_the_plot(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    ("stay", "count"),
+    [
+        (["--resident-layers", "1"], 1),
+        (["--setting", "resident_layers=1"], 1),
+        (["--resident-layers", "auto", "--device-budget-bytes", "150000"], 4),
+    ],
+)
+def test_bench_knows_the_blocks_that_stay(stay: list[str], count: int) -> None:
+    options = ["--width", "16", "--heads", "2", "--blocks", "4", "--tokens", "4", "--passes", "1"]
+    done = CliRunner().invoke(cli.app, ["bench", "--device", "cpu", *options, *stay, "--json"])
+    found = json.loads(done.stdout)
+    (rank,) = found["ranks"]
+    block = sum(rank["blocks_nbytes"]) / 4
+    assert rank["residents_nbytes"] == pytest.approx(count * block, rel=0.1)
+    assert rank["copied_nbytes"] == pytest.approx((4 - count) * block, rel=0.1)
+    assert found["bit_identical"] is True
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_bench_fails_when_a_bit_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BenchReport, "bit_identical", False)
     options = ["--width", "16", "--heads", "2", "--blocks", "3", "--tokens", "4", "--passes", "1"]

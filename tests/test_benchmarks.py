@@ -149,7 +149,7 @@ def test_the_gpu_check_runs_on_a_cpu(tmp_path: Path) -> None:
     done = run_script("gpu_check.py", "--device", "cpu", "--small", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     sections = json.loads(out.read_text())["sections"]
-    needs_cuda = {"pinned", "sync", "compiled", "context", "sanitizer"}
+    needs_cuda = {"pinned", "sync", "compiled", "graph", "context", "sanitizer"}
     for name, found in sections.items():
         if name in needs_cuda:
             assert "CUDA" in found["skipped"]

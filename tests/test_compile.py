@@ -164,6 +164,29 @@ def test_equal_blocks_compiled_one_by_one_share_a_graph_and_never_recompile(
     assert len(counting.graphs) == 1
 
 
+@pytest.mark.parametrize("first", ["compile", "enable"])
+def test_blocks_that_stay_share_the_graph_of_those_that_stream(first: str) -> None:
+    """Also when they were dropped and lie elsewhere after the next load."""
+    model, counting = make_toy(N), Counting()
+    reference = twin(model)
+
+    def compile_blocks() -> None:
+        for block in model.blocks:
+            block.compile(backend=counting, fullgraph=True)
+
+    if first == "compile":
+        compile_blocks()
+    settings: dict[str, Any] = {"resident_layers": 2, "resident_scope": "stage"}
+    with dlo.offload(model, device="cpu", **settings) as offloaded:
+        if first == "enable":
+            compile_blocks()
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+            check(model, reference)
+            offloaded.offload_resident_layers()
+            check(model, reference)
+    assert len(counting.graphs) == 1
+
+
 def test_a_compiled_root_of_compiled_blocks_streams_bit_for_bit() -> None:
     model, counting = make_toy(N), Counting()
     reference = twin(model)

@@ -221,7 +221,7 @@ SEVERAL_COMPUTE_STREAMS = "Transfer.acquire: stream.wait_event(slot.drained)"
 GATHERING = [
     str(site)
     for site in sites()
-    if not site.timing_only
+    if not (site.timing_only or site.of_graphs)
     and not site.owner.startswith("LocalTransfer")
     and str(site) not in (SEVERAL_COMPUTE_STREAMS, *RESIDENTS)
 ]

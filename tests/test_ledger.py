@@ -69,6 +69,16 @@ def test_what_is_left_of_a_budget_goes_to_the_largest_block_that_fits() -> None:
     assert spread([5, 3, 2], 4) == (False, True, False)
 
 
+def test_blocks_that_stay_get_what_the_others_leave() -> None:
+    sizes, staying = [GB] * 6, {1, 4}
+    for budget in range(7):
+        chosen = spread(sizes, budget * GB, staying)
+        first = [chosen[index] for index in range(6) if index not in staying]
+        assert sum(first) == min(budget, 4)
+        assert sum(chosen) == budget if budget < 6 else all(chosen)
+    assert spread(sizes, 2 * GB, range(6)) == spread(sizes, 2 * GB)
+
+
 def test_any_budget_is_kept_and_nothing_that_fits_is_left_out() -> None:
     draw = random.Random(0)
     for _ in range(2000):

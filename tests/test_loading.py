@@ -578,6 +578,53 @@ def test_ranks_that_make_other_values_are_refused_where_they_would_be_mixed(
         assert "blocks.1.extra" in text if not settings else "models differ" in text
 
 
+@pytest.mark.parametrize("where", ["within a block", "with the outside"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_tied_names_with_different_bytes_are_refused(
+    where: str, num_ranks: int, tmp_path: Path
+) -> None:
+    """They are of a model without the tie; the first would win, and nobody would know."""
+
+    def build() -> Any:
+        model: Any = make_toy(3)
+        if where == "within a block":
+            model.blocks[1].linear.register_parameter("twin", model.blocks[1].linear.weight)
+        else:
+            model.twin = model.blocks[1].linear.weight
+        return model
+
+    first = "blocks.1.linear.weight"
+    second = "blocks.1.linear.twin" if where == "within a block" else "twin"
+    torch.manual_seed(0)
+    state = {name: tensor.clone() for name, tensor in build().state_dict().items()}
+    save_file(state, tmp_path / "same.safetensors")
+    other = state[second].clone()
+    other[-1, -1] += 1
+    save_file({**state, second: other}, tmp_path / "other.safetensors")
+
+    def body(rank: int) -> None:
+        wanted, model = build(), build()
+        path = tmp_path / "other.safetensors"
+        one, two = sorted((first, second), key=[n for n, _ in _named(model)].index)
+        with pytest.raises(dlo.CheckpointError, match=f"'{two}' and '{one}' are one tensor"):
+            start(model, path)
+        with pytest.warns(dlo.DloWarning, match="are one tensor in the model"):
+            start(model, path, strict=False).disable()
+        for offloaded in (
+            start(model, tmp_path / "same.safetensors"),
+            start(build(), path, key_map=dlo.Ignore(second)),
+        ):
+            mine = offloaded.models[0]
+            with torch.inference_mode():
+                assert torch.equal(mine(inputs(rank)), wanted(inputs(rank)))
+
+    run_ranks(body, num_ranks)
+
+
+def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
 # --- the page -------------------------------------------------------------------------------------
 
 

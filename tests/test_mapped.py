@@ -446,13 +446,73 @@ def test_an_error_on_one_rank_is_an_error_in_time_on_the_other(checkpoint: Path)
     assert texts[0]
 
 
-def test_a_file_that_is_cut_short_is_an_error_and_not_the_end(checkpoint: Path) -> None:
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def written_to(path: Path) -> None:
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(bytes(100))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000))
+
+
+def replaced(path: Path) -> None:
+    """As a copy that keeps size and time."""
+    status = path.stat()
+    other = path.with_suffix(".new")
+    other.write_bytes(bytes(status.st_size))
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.rename(path)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (cut_short, "truncated|was written to"),
+        (written_to, "was written to"),
+        (replaced, "was replaced by another file"),
+        (os.unlink, "is not to be had any more"),
+    ],
+)
+def test_a_file_that_is_changed_is_an_error_and_neither_the_end_nor_a_picture(
+    change: Callable[[Path], None], told: str, locked: bool, checkpoint: Path
+) -> None:
     model = make_toy(5)
-    offloaded = start(model, checkpoint, PoisonBackend(0))
-    os.truncate(checkpoint, checkpoint.stat().st_size // 2)
-    with pytest.raises(dlo.FillError, match=r"truncated|was written to"):
+    backend = PinningBackend(readonly_registration=True) if locked else PoisonBackend(0)
+    offloaded = start(model, checkpoint, backend)
+    assert type(offloaded.engine.store) is (mapped.PagesStore if locked else mapped.StagedStore)
+    run_passes(model, 2)
+    change(checkpoint)
+    with pytest.raises(dlo.FillError, match=told):
         run_passes(model, 3)
     offloaded.shutdown()
+
+
+@pytest.mark.parametrize("change", [cut_short, replaced])
+def test_pages_of_a_changed_file_are_not_given_back_as_weights(
+    change: Callable[[Path], None], checkpoint: Path
+) -> None:
+    """To read what was cut off would be the end of the process."""
+    model = make_toy(5)
+    offloaded = start(model, checkpoint, PinningBackend(readonly_registration=True))
+    change(checkpoint)
+    with pytest.raises(dlo.CheckpointError):
+        model.state_dict()
+    offloaded.shutdown()
+
+
+def test_a_file_that_is_replaced_before_it_is_opened_to_be_read_is_noticed(
+    checkpoint: Path,
+) -> None:
+    """With the size and time of the one whose header was read."""
+    with Checkpoint.open(checkpoint) as opened:
+        replaced(checkpoint)
+        name = next(iter(opened.tensors))
+        with pytest.raises(dlo.CheckpointError, match="was replaced by another file"):
+            opened.read(name, 0, 4, memoryview(bytearray(4)))
 
 
 def test_a_read_that_hangs_is_a_timeout_and_holds_no_shutdown(

@@ -146,7 +146,8 @@ SEVERAL_COMPUTE_STREAMS = "Transfer.acquire: stream.wait_event(slot.drained)"
 ORDERING = [
     site
     for site in sites()
-    if not site.timing_only and str(site) not in (SEVERAL_COMPUTE_STREAMS, *RESIDENTS)
+    if not (site.timing_only or site.of_graphs)
+    and str(site) not in (SEVERAL_COMPUTE_STREAMS, *RESIDENTS)
 ]
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from toys import AwkwardBlock, Block, Toy, inputs, make_toy, twin
 
 import dlo_core as dlo
-from dlo_core import reading
+from dlo_core import page_cache, reading
 from dlo_core.checkpoint import Checkpoint
 from dlo_core.cpu import CpuBackend
 from dlo_core.file_reads import check_direct
@@ -496,3 +496,53 @@ def test_strided_memory_is_filled_whole(tmp_path: Path) -> None:
             wanted = model.get_parameter(spec.name)
             got = store.shard(number)[spec.offset : spec.offset + spec.nbytes]
             assert torch.equal(got, bytes_of(wanted, spec.nbytes)), spec.name
+
+
+def test_advice_that_the_system_refuses_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that takes none, and a system that has none."""
+    model = make_toy(3)
+    path = tmp_path / "toy.safetensors"
+    save_file(model.state_dict(), path)
+
+    def refuse(*args: Any) -> None:
+        raise OSError(22, "Invalid argument")
+
+    def load() -> None:
+        loaded = twin(model)
+        # As if nothing were in memory, so that all kinds of advice are given.
+        monkeypatch.setattr(page_cache, "cached_pages", lambda _, n: np.zeros(-(-n // 4096), bool))
+        offloaded = dlo.offload(loaded, device="cpu", checkpoint=path)
+        assert torch.equal(loaded(inputs()), model(inputs()))
+        offloaded.disable()
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    load()
+    monkeypatch.delattr(os, "posix_fadvise")
+    load()
+
+
+@pytest.mark.parametrize("use_allgather", [True, False])
+def test_how_a_rank_reads_is_its_own_affair(use_allgather: bool, tmp_path: Path) -> None:
+    model = make_toy(3)
+    path = tmp_path / "toy.safetensors"
+    save_file(model.state_dict(), path)
+    skip_without_direct_reads(path)
+
+    def job(rank: int) -> None:
+        loaded = twin(model)
+        settings: dict[str, Any] = {"load_threads": 1 + rank, "direct_io": rank == 0}
+        dlo.offload(
+            loaded,
+            device="cpu",
+            group=dist.group.WORLD,
+            checkpoint=path,
+            use_allgather=use_allgather,
+            load_timeout_s=10,
+            **settings,
+        )
+        assert torch.equal(loaded(inputs(rank)), model(inputs(rank)))
+        dist.barrier()
+
+    run_ranks(job, 2)

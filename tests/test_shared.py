@@ -458,6 +458,28 @@ def test_the_memory_is_handed_over_and_goes_with_its_last_mapping() -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
+def test_where_pages_cannot_be_made_by_threads_the_system_makes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[int, int]] = []
+    original = os.posix_fallocate
+
+    def fallocate(descriptor: int, start: int, nbytes: int) -> None:
+        made.append((start, nbytes))
+        original(descriptor, start, nbytes)
+
+    monkeypatch.setattr(touch_module, "_system_madvise", lambda: lambda *_: errno.EINVAL)
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    maker = SegmentMaker(9000)
+    descriptor = maker.duplicate()
+    parts = [Segment(descriptor, 9000, (part, 2)) for part in (0, 1)]
+    os.close(descriptor)
+    maker.close()
+    assert made == [(0, 4096), (4096, 9000 - 4096)]
+    for part in parts:
+        part.release()
+
+
 def test_another_user_is_not_handed_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     maker = SegmentMaker(5000)
     monkeypatch.setattr(segment_module, "_user_of", lambda peer: os.geteuid() + 1)

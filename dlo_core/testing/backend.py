@@ -20,6 +20,7 @@ from dlo_core.testing.compute import Compute
 from dlo_core.testing.device_memory import POISON, DeviceMemory, storage_of
 from dlo_core.testing.gather import SimCollective, SimGroup
 from dlo_core.testing.gloo import GlooGather
+from dlo_core.testing.graph import SimGraph
 from dlo_core.testing.steps import Meeting, Step, Ticket
 from dlo_core.testing.streams import ComputeStream, SimEvent, SimStream
 from dlo_core.testing.world import World
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from dlo_core.interface import Graph
     from dlo_core.testing.recorder import Recorder
 
 __all__ = ["SimBackend", "SimCheck"]
@@ -80,6 +82,7 @@ class SimBackend(Backend):
         host_syncs: Every named wait of the host so far.
         is_served: Whether a ``GlooAgreement`` lets this rank serve its peers.
         num_exchanges: How many exchanges of a ``GlooAgreement`` it has come to.
+        graph: What is being recorded, if anything is.
     """
 
     name = "cpu"
@@ -117,7 +120,10 @@ class SimBackend(Backend):
             )
         self.rank = rank
         self.recorder = recorder
-        self.capabilities = Capabilities(alignment=alignment, host_blocks=not host_ahead)
+        self.capabilities = Capabilities(
+            alignment=alignment, host_blocks=not host_ahead, graph_capture=host_ahead
+        )
+        self.graph: SimGraph | None = None
         self.host_syncs: list[str] = []
         self.is_served = False
         self.num_exchanges = 0
@@ -213,6 +219,28 @@ class SimBackend(Backend):
         self.world.drain()
         if self.recorder is not None:
             self.recorder.host_waits_for_all()
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Record what is queued on a stream of its own, and those that wait for it.
+
+        The recorder hears nothing of it.
+        """
+        if self.capabilities.host_blocks:
+            raise BackendError("only a simulated device whose host runs ahead captures graphs")
+        origin = SimStream(self, f"{self._label} capture {next(self._numbers)}", "capture")
+        graph, recorder = SimGraph(self, origin), self.recorder
+        self.graph, self.recorder = graph, None
+        try:
+            with self.stream(origin):
+                yield graph
+            graph.end()
+        finally:
+            self.graph, self.recorder = None, recorder
+
+    def recording(self) -> bool:
+        """Return whether a graph is being recorded."""
+        return self.graph is not None
 
     # --- for a user of the kit ----------------------------------------------------------------
 
@@ -336,7 +364,7 @@ class SimBackend(Backend):
             return
         parts = tuple(map(self.device_memory.alias, parts))
         storages = frozenset(map(storage_of, touched))
-        if not any(map(self.world.pending, storages)):
+        if self.graph is None and not any(map(self.world.pending, storages)):
             self.world.execute(partial(_poison, parts))
         self.current_stream().run(partial(_poison, parts), storages)
 

@@ -75,6 +75,8 @@ class Compute(TorchDispatchMode):
     def _is_device_work(self, *groups: tuple[torch.Tensor, ...]) -> bool:
         """Return whether a tensor is on the device, or its values are not there yet."""
         backend = self._backend
+        if backend.graph is not None:
+            return True
         storages = {storage_of(tensor) for tensors in groups for tensor in tensors}
         return any(backend.device_memory.holds(s) or backend.world.pending(s) for s in storages)
 

@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="DEVICE",
-        help="fail when this device (cuda, cuda:1) cannot be used, instead of skipping its tests",
+        help="fail when this device (type or type:1) cannot be used, instead of skipping its tests",
     )
 
 

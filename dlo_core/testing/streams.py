@@ -61,10 +61,17 @@ class SimStream:
 
     def run(self, work: Callable[[], object], storages: frozenset[int] = frozenset()) -> None:
         """Queue ``work``, which touches ``storages``."""
+        graph = self._backend.graph
+        if graph is not None and graph.takes(self):
+            graph.run(self, work, storages)
+            return
         self.queue.put(Step(run=work, storages=storages))
 
     def wait_event(self, event: SimEvent) -> None:
         """Let work that is queued from now on wait for ``event`` as it is recorded now."""
+        graph = self._backend.graph
+        if graph is not None and graph.waits(self, event):
+            return
         if self._backend.recorder is not None:
             self._backend.recorder.waits(self.name, event)
         if event.ticket is not None:
@@ -73,6 +80,10 @@ class SimStream:
     def record_event(self, event: SimEvent | None = None) -> SimEvent:
         """Reach ``event`` when all work that is queued so far is done."""
         event = event or SimEvent(self._backend)
+        graph = self._backend.graph
+        if graph is not None and graph.takes(self):
+            graph.record(self, event)
+            return event
         event.ticket = Ticket(self.queue)
         if self._backend.recorder is not None:
             self._backend.recorder.records(self.name, event)

@@ -6,6 +6,7 @@ from dlo_core.testing.conformance.checks import CheckConformance
 from dlo_core.testing.conformance.copies import CopyConformance
 from dlo_core.testing.conformance.engine import EngineConformance
 from dlo_core.testing.conformance.events import EventConformance
+from dlo_core.testing.conformance.graphs import GraphConformance
 from dlo_core.testing.conformance.memory import MemoryConformance
 from dlo_core.testing.conformance.streams import StreamConformance
 
@@ -18,6 +19,7 @@ class BackendConformance(
     EventConformance,
     CopyConformance,
     CheckConformance,
+    GraphConformance,
     EngineConformance,
 ):
     """Inherit, override the fixture ``backend``, done."""
