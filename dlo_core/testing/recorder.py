@@ -164,10 +164,17 @@ class Recorder:
         for write, tensors in ((False, reads), (True, writes)):
             for tensor in tensors:
                 storage = storage_of(tensor)
-                if storage not in self._buffers:
+                if not self._knows(storage):
                     self._look_among_residents(storage)
                 if storage in self._buffers and tensor.numel():
                     self._note(self._access(op, timeline, tensor, write, stamp), storage)
+
+    def _knows(self, storage: int) -> bool:
+        """Return whether a watched buffer lies there; memory that was let go may be another's."""
+        memory = getattr(self._buffers.get(storage, ("", None))[1], "buffer", None)
+        if memory is None:
+            return storage in self._buffers
+        return bool(memory.nbytes) and storage_of(memory) == storage
 
     def _look_among_residents(self, storage: int) -> None:
         """Name the buffer of a block that stays, which may be loaded anew, or a new home."""
