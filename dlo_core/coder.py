@@ -21,12 +21,24 @@ if TYPE_CHECKING:
     from dlo_core.interface import Backend, Codec, HostBuffer
     from dlo_core.packed import Index
 
-__all__ = ["Coder", "codec_of"]
+__all__ = ["Coder", "TooLongError", "codec_of"]
 
 
 def codec_of(backend: Backend) -> Codec:
     """Return a backend's own codec, or the one in torch's operations."""
     return backend.codec() or TorchCodec()
+
+
+class TooLongError(Exception):
+    """Raised when a segment does not fit.
+
+    Attributes:
+        nbytes: Bytes that it takes.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(f"{nbytes:,} bytes")
+        self.nbytes = nbytes
 
 
 class Coder:
@@ -58,14 +70,14 @@ class Coder:
         It is lost by the next call.
 
         Raises:
-            ValueError: The segment has more bytes; the error's argument says how many.
+            TooLongError: The segment has more bytes.
             DloError: It does not come out as it went in.
         """
         with torch.inference_mode(False), torch.no_grad():
             data = self._upload("run", run)
             index = self._measure(data, tensors)
             if index.header.nbytes > nbytes:
-                raise ValueError(index.header.nbytes)
+                raise TooLongError(index.header.nbytes)
             row = self._take("row", nbytes)
             write_segment(self._codec, data, index, row)
             if self._verify:

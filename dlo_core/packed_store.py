@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dlo_core.coder import TooLongError
 from dlo_core.errors import UseError
 from dlo_core.host import HostStore
 from dlo_core.packed_cut import packed_tensors
@@ -96,10 +97,11 @@ class PackedStore(HostStore):
         tensors = packed_tensors(self._layouts[index], cut, self._rank)
         try:
             row = self._coder.encode(run, tensors, room)
-        except ValueError as error:
+        except TooLongError as error:
             raise UseError(
-                f"the new values of block {self._layouts[index].name!r} take {error} bytes packed, "
-                f"and there is room for {room:,}: disable() and offload again, or use packed=False"
+                f"the new values of block {self._layouts[index].name!r} take {error.nbytes:,} "
+                f"bytes packed, and there is room for {room:,}: disable() and offload again, or "
+                "use packed=False"
             ) from error
         for at, part in self._inner.parts(index):
             stop = min(at + part.nbytes, room)

@@ -166,7 +166,8 @@ class Pool:
         """Return a pool over the same slots' buffers, with events of its own; it holds nothing."""
         slots = tuple(slot.twin(backend) for slot in self.slots)
         residents = {number: slot.twin(backend) for number, slot in self.residents.items()}
-        return Pool(slots, residents=residents, torn=self.torn, lock=self.lock)
+        home = None if self.decoded is None else self.decoded.twin(backend)
+        return Pool(slots, residents=residents, decoded=home, torn=self.torn, lock=self.lock)
 
     @property
     def busy(self) -> bool:

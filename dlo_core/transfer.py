@@ -184,21 +184,38 @@ class DecodedHome:
                 "a block was called inside of another one, but packed weights are decoded for one "
                 "block at a time; use packed=False"
             )
-        # See [Note: two events].
-        home = self.slot
-        if home.reader is not None and home.reader != stream:
-            stream.wait_event(home.drained)
+        self._wait(stream)
         stream.record_event(block.times.wait_end)
         if self._held != (slot, slot.turn):
-            plan = block.plan
+            plan, home = block.plan, self.slot
             assert not isinstance(plan, ShardPlan)
             rows = slot.buffer[: plan.padded_nbytes].view(plan.size, plan.nbytes)
             self._held = None
             self._codec.decode(rows, home.buffer[: plan.decoded_nbytes])
             self._held = slot, slot.turn
+            # See [Note: two events].
             stream.record_event(slot.drained)
             slot.reader = stream
         stream.record_event(block.times.decode_end)
+
+    def _wait(self, stream: Stream) -> None:
+        # See [Note: two events].
+        home = self.slot
+        if home.reader is not None and home.reader != stream:
+            stream.wait_event(home.drained)
+
+    def twin(self, pool: Pool) -> DecodedHome:
+        """Return the home of the blocks in ``pool``; it holds nothing."""
+        return DecodedHome(pool, self._codec)
+
+    def before_graph(self, stream: Stream) -> None:
+        """Let ``stream`` wait for the buffer: a graph that holds a pass comes next."""
+        self._wait(stream)
+
+    def after_graph(self, stream: Stream) -> None:
+        """Say that the graph on ``stream`` is the last to use the buffer."""
+        self._held = None
+        self.leave(stream)
 
     def leave(self, stream: Stream) -> None:
         """Record that the work of ``stream`` so far is the last that uses the buffer."""
@@ -345,7 +362,8 @@ class Transfer(ABC):
         """
         times = BlockTimes.none(self._backend)
         blocks = [replace(block, times=times) for block in self._blocks]
-        return type(self)(self._backend, pool, blocks, feed=self._feed)
+        home = None if self._home is None else self._home.twin(pool)
+        return type(self)(self._backend, pool, blocks, home=home, feed=self._feed)
 
     def fork(self) -> None:
         """Let the side streams begin behind the current one; see [Note: a captured pass]."""
@@ -370,6 +388,8 @@ class Transfer(ABC):
             stream.wait_event(slot.drained)
         for slot in self._pool.residents.values():
             self._wait_for_load(slot, stream)
+        if self._home is not None:
+            self._home.before_graph(stream)
 
     def after_graph(self, copied_nbytes: int) -> None:
         """Say that the graph on the current stream is the last to fill and read all slots.
@@ -383,6 +403,8 @@ class Transfer(ABC):
             # Also for what was filled: who reads it on another stream waits for it.
             stream.record_event(slot.drained)
             slot.reader = stream
+        if self._home is not None:
+            self._home.after_graph(stream)
         # It copies from the host, too, which must stay until it is done.
         if stream not in self._graph_streams:
             self._graph_streams.append(stream)

@@ -61,11 +61,16 @@ class SimCheck(Check):
 
 
 class SimCodec(TorchCodec):
-    """Decodes when its stream comes to it."""
+    """Decodes when its stream comes to it; counts and writes at once."""
 
     def __init__(self, backend: SimBackend) -> None:
         """Belong to ``backend``."""
         self._backend = backend
+
+    def count(self, run: torch.Tensor, ranks: torch.Tensor, table_of: torch.Tensor) -> torch.Tensor:
+        """Count when what is queued before is done."""
+        self._backend.current_stream().synchronize()
+        return super().count(run, ranks, table_of)
 
     def decode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Queue the decoding."""
