@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PackedCut", "packed_tensors"]
 
-# New values of the same kind may take a little more; they must fit, too.
-_SPARE = 64
+# New values of the same kind may take a little more; they must fit, too. It travels along.
+_SPARE = 256
+_LEAST_SPARE_NBYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class PackedCut:
 
     def measured(self, segment_nbytes: int) -> PackedCut:
         """Return the cut with room for the longest segment of any rank."""
-        wanted = segment_nbytes + segment_nbytes // _SPARE + self.trailer_nbytes
+        spare = max(segment_nbytes // _SPARE, _LEAST_SPARE_NBYTES)
+        wanted = segment_nbytes + spare + self.trailer_nbytes
         return replace(self, nbytes=align_up(wanted, self.alignment))
 
     @property
