@@ -179,12 +179,24 @@ def _packed_runs(
         if row is not None:
             yield number, layout, cut, row
             continue
-        run = host_run(largest)[: cut.part_nbytes].zero_()
+        run = host_run(largest)[: cut.part_nbytes]
+        _clear_gaps(run, layout, rank * cut.part_nbytes)
         work = Work()
         for piece in cut.pieces(rank):
             _add_piece(work, layout, piece, plan.sources, memory_of(run))
         work.run(threads=_threads(threads))
         yield number, layout, cut, run
+
+
+def _clear_gaps(run: torch.Tensor, layout: BlockLayout, first: int) -> None:
+    """Zero what no tensor fills of a part that begins at byte ``first`` of the block's run."""
+    at = 0
+    for spec in layout.tensors:
+        start, stop = spec.offset - first, spec.offset + spec.nbytes - first
+        if start > at:
+            run[at:start].zero_()
+        at = max(at, stop)
+    run[at:].zero_()
 
 
 def load_blocks(
