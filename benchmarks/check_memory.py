@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from checks import Findings, Options
 
-__all__ = ["context", "flat", "pinned"]
+__all__ = ["context", "flat", "pinned", "stages"]
 
 _GB = 1e9
 
@@ -189,6 +189,45 @@ def _timed(found: Findings, name: str, nbytes: int, work: Callable[[], Any]) -> 
     made = work()
     found.note(**{name: round(nbytes / (time.perf_counter() - start) / _GB, 2)})
     return made
+
+
+def stages(options: Options, found: Findings) -> None:
+    """Lend the memory of resident blocks to another stage, again and again; no bit may change."""
+    import torch
+
+    import dlo_core as dlo
+    from dlo_core.bench.model import Shape, build, inputs
+
+    shape = Shape(64, 4, 5, 0, "float32") if options.small else Shape(1024, 8, 12)
+    device = torch.device(options.device)
+    args = inputs(shape, 8 if options.small else 1024, device)
+    with torch.inference_mode():
+        reference = build(shape, device)(*args)
+    model = build(shape)
+    offloaded = dlo.offload(model, device=options.device, resident_layers=3, resident_scope="stage")
+    backend, lent = offloaded.backend, offloaded.footprint.residents_nbytes
+    seen, freed, wrong = [], [], 0
+    with torch.inference_mode():
+        for cycle in range(12):
+            for _ in range(2):
+                wrong += not torch.equal(model(*args), reference)
+            before = backend.memory().allocated
+            offloaded.offload_resident_layers()
+            freed.append(before - backend.memory().allocated)
+            other = backend.empty(lent // 3).fill_(cycle)
+            if cycle % 2:
+                offloaded.load_resident_layers()
+            wrong += not torch.equal(model(*args), reference)
+            wrong += not bool((other == cycle).all())
+            del other
+            seen.append(backend.memory().reserved)
+    found.note(lent_bytes=lent, reserved_bytes=seen)
+    found.at_most("passes with a wrong bit", wrong, 0)
+    # The allocator counts whole units of 512 bytes.
+    least = min(freed[1:])
+    found.true("each drop gives all bytes back", lent <= least <= lent + 3 * 512)
+    found.at_most("values of reserved memory after two cycles", len(set(seen[2:])), 1)
+    offloaded.shutdown()
 
 
 def flat(options: Options, found: Findings) -> None:

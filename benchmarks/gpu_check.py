@@ -47,6 +47,7 @@ SECTIONS: Sections = {
     "sync": (check_order.sync, 60),
     "host": (check_order.host, 60),
     "residents": (check_steps.residents, 240),
+    "stages": (check_memory.stages, 60),
     "nccl": (check_order.nccl, 120),
     "compiled": (check_order.compiled, 120),
     "graph": (check_order.graph, 60),

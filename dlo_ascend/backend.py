@@ -11,7 +11,8 @@ import torch
 
 from dlo_ascend.availability import import_torch_npu, number_of
 from dlo_ascend.formats import private_format
-from dlo_ascend.memory import AscendAllocator
+from dlo_ascend.memory import AscendAllocator, RegisteringAllocator
+from dlo_ascend.npurt import why_no_registration
 from dlo_ascend.settings import describe
 from dlo_ascend.streams import StreamTable, Switch
 from dlo_core.accelerator import AcceleratorBackend
@@ -29,13 +30,20 @@ class AscendBackend(AcceleratorBackend):
 
     def __init__(self, torch_npu: Any, device: torch.device) -> None:
         """Use ``device`` through ``torch_npu``."""
+        registers = why_no_registration(torch_npu) is None
+        make = RegisteringAllocator if registers else AscendAllocator
         super().__init__(
             torch_npu.npu,
             device,
             comm_library="hccl",
-            # The alignment of torch_npu's own allocator; copies want 64 bytes on both sides.
-            capabilities=Capabilities(alignment=512, host_blocks=False, pinned_memory=True),
-            allocator=AscendAllocator(torch_npu.npu, device),
+            capabilities=Capabilities(
+                # That of torch_npu's own allocator; copies want 64 bytes on both sides.
+                alignment=512,
+                host_blocks=False,
+                pinned_memory=True,
+                host_registration=registers,
+            ),
+            allocator=make(torch_npu.npu, device),
         )
         self._torch_npu = torch_npu
         self._streams = StreamTable(torch_npu.npu, device)

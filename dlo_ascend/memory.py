@@ -6,16 +6,19 @@ is locked is told by torch_npu's own statistics and never measured on the proces
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import warnings
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from dlo_core.accelerator import TorchAllocator, pinned_bytes
-from dlo_core.errors import DloWarning
+from dlo_ascend.npurt import MAPPED, Npurt
+from dlo_core.accelerator import TorchAllocator, host_limits, pinned_bytes
+from dlo_core.errors import DloWarning, HostMemoryError
+from dlo_core.registration import PAGE_NBYTES, HostRegistration
 
-__all__ = ["EXACT", "AscendAllocator"]
+__all__ = ["EXACT", "AscendAllocator", "RegisteringAllocator"]
 
 # torch_npu rounds pinned memory up to a power of two below this size, in MiB.
 EXACT = "pinned_max_round_threshold_mb:1"
@@ -56,3 +59,77 @@ class AscendAllocator(TorchAllocator):
     def _locked(self) -> int:
         """Return the bytes of all pinned memory that is in use."""
         return int(self._module.host_memory_stats().get("active_bytes.current", 0))
+
+
+class RegisteringAllocator(AscendAllocator):
+    """Also page-locks memory that is there already, where copies from it are asynchronous."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        """Lock memory for one device.
+
+        Args:
+            module: ``torch.npu``.
+            device: Whose driver locks the memory.
+        """
+        super().__init__(module, device)
+        self._npurt = Npurt(module, device)
+
+    def register(self, memory: torch.Tensor, *, readonly: bool = False) -> HostRegistration:
+        """Page-lock the memory of a host tensor where it lies, without a copy.
+
+        Args:
+            memory: A contiguous tensor on the CPU that begins at a page; stays mapped until it is
+                released.
+            readonly: Whether it is the pages of a file; CANN locks none of these.
+
+        Raises:
+            HostMemoryError: It cannot be locked, or torch_npu would hold the host at copies from
+                it; names the bytes, why, and the limits. Nothing stays locked.
+        """
+        if memory.device.type != "cpu" or not memory.is_contiguous() or not memory.nbytes:
+            raise HostMemoryError(
+                "register() wants contiguous memory on the host; got a tensor of shape "
+                f"{tuple(memory.shape)} on {memory.device}"
+            )
+        if readonly:
+            raise _refused(memory, "CANN locks no pages of a file")
+        if memory.data_ptr() % PAGE_NBYTES:
+            raise _refused(memory, f"it does not begin at a page of {PAGE_NBYTES} bytes")
+        try:
+            made = HostRegistration(
+                self._npurt,
+                memory.data_ptr(),
+                memory.nbytes,
+                keep=memory,
+                flags=MAPPED,
+                # In one piece: no limit of a single call is known.
+                piece_nbytes=memory.nbytes + PAGE_NBYTES,
+            )
+        except (HostMemoryError, RuntimeError) as error:
+            raise _refused(memory, f"npuHostRegister: {error}") from None
+        reason = _why_not_taken(memory)
+        if reason is not None:
+            made.release()
+            raise _refused(memory, reason)
+        return made
+
+
+def _why_not_taken(memory: torch.Tensor) -> str | None:
+    """Return why torch_npu would hold the host at copies from registered memory, or None.
+
+    A copy looks at the first byte it takes; ``is_pinned`` looks at the first of the storage, which
+    may lie elsewhere, so it is asked of a storage that begins here.
+    """
+    here = (ctypes.c_uint8 * memory.nbytes).from_address(memory.data_ptr())
+    try:
+        taken = torch.frombuffer(here, dtype=torch.uint8).is_pinned()
+        return None if taken else "registered, torch_npu does not take it for pinned"
+    except RuntimeError as error:
+        return f"registered, torch_npu cannot tell what it is: {error}"
+
+
+def _refused(memory: torch.Tensor, why: str) -> HostMemoryError:
+    return HostMemoryError(
+        f"cannot page-lock {memory.nbytes:,} bytes of host memory where they lie: {why} "
+        f"({host_limits()}); use host='pinned' or 'pageable', or raise the limit"
+    )

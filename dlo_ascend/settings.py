@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from dlo_ascend.memory import EXACT
+from dlo_ascend.npurt import version_of, why_no_registration
 
 __all__ = ["describe"]
 
@@ -20,19 +21,14 @@ def describe(torch_npu: Any) -> dict[str, str]:
     """
     return {
         "torch_npu": torch_npu.__version__,
-        "CANN": cann_version(torch_npu) or "unknown",
+        "CANN": version_of(torch_npu, "CANN") or "unknown",
+        "driver": version_of(torch_npu, "DRIVER") or "unknown",
         "pinned memory": pinned_memory(os.environ.get("PYTORCH_NPU_ALLOC_CONF", "")),
         "host registration": host_registration(torch_npu),
         "TASK_QUEUE_ENABLE": os.environ.get("TASK_QUEUE_ENABLE", "1 (default)"),
         "HCCL_BUFFSIZE": hccl_buffers(os.environ.get("HCCL_BUFFSIZE", "")),
         **costly(os.environ),
     }
-
-
-def cann_version(torch_npu: Any) -> str | None:
-    """Return the version of CANN, or None where torch_npu does not tell it."""
-    tell = getattr(torch_npu.npu.utils, "get_cann_version", None)
-    return str(tell()) if tell is not None else None
 
 
 def pinned_memory(allocator: str) -> str:
@@ -45,18 +41,13 @@ def pinned_memory(allocator: str) -> str:
 
 
 def host_registration(torch_npu: Any) -> str:
-    """Return whether memory that another allocator made could be registered with the driver.
+    """Return whether memory that is there already can be page-locked, which ranks that share want.
 
-    Where it can, torch_npu waits for the stream at every copy from it, unless CANN and the driver
-    are new enough; dlo therefore uses pinned memory and registers nothing.
+    Args:
+        torch_npu: The module.
     """
-    # To ask npurt() itself would start the device.
-    if not hasattr(torch_npu.npu, "npurt"):
-        return "not in this torch_npu; not used"
-    newer = getattr(torch_npu.npu.utils, "_is_gte_cann_version", None)
-    if newer is None or not newer("8.5.0"):
-        return "copies would hold the host: CANN is older than 8.5.0; not used"
-    return "copies hold the host unless the driver is 25.5.0 or newer; not used"
+    reason = why_no_registration(torch_npu)
+    return "yes, for memory that ranks share" if reason is None else f"not used: {reason}"
 
 
 def hccl_buffers(size: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 __all__ = ["INSTALL", "install_command"]
 
-INSTALL = 'pip install "dlo{extra} @ git+URL-of-this-repository"'
+INSTALL = 'pip install ".{extra}"'
 
 
 def install_command(extra: str = "") -> str:
-    """Return the command that installs dlo with ``extra``, or without any."""
+    """Return the command that installs dlo, with ``extra`` or without any, in a clone of it."""
     return INSTALL.format(extra=f"[{extra}]" if extra else "")

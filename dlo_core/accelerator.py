@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from dlo_core.interface import Event, Stream
 
-__all__ = ["AcceleratorBackend", "TorchAllocator", "pinned_bytes"]
+__all__ = ["AcceleratorBackend", "TorchAllocator", "host_limits", "pinned_bytes"]
 
 
 class _TorchBuffer:
@@ -70,10 +70,8 @@ class TorchAllocator(PinnedAllocator):
                 made, locked_nbytes = self._lock(nbytes)
             except RuntimeError as error:
                 raise HostMemoryError(
-                    f"cannot page-lock {nbytes:,} bytes of host memory (limit of locked memory, "
-                    f"ulimit -l: {_lock_limit()}; available: "
-                    f"{psutil.virtual_memory().available:,} bytes): use host='pageable', more "
-                    f"ranks, or raise the limit. The driver says: {error}"
+                    f"cannot page-lock {nbytes:,} bytes of host memory ({host_limits()}): use "
+                    f"host='pageable', more ranks, or raise the limit. The driver says: {error}"
                 ) from error
         return _TorchBuffer(made, locked_nbytes, self.give_back)
 
@@ -90,9 +88,12 @@ def pinned_bytes(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-def _lock_limit() -> str:
+def host_limits() -> str:
+    """Return in words what may be in the way of locking memory: the limit, and what is free."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
+    allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
+    free = psutil.virtual_memory().available
+    return f"limit of locked memory, ulimit -l: {allowed}; available: {free:,} bytes"
 
 
 class _DeviceCheck(Check):

@@ -165,7 +165,7 @@ def _distribution(point: metadata.EntryPoint) -> str:
 
 
 def _hint(name: str) -> str:
-    return f"; install it with: {install_command(_extra(name))}" if name in _OURS else ""
+    return f"; in a clone of dlo: {install_command(_extra(name))}" if name in _OURS else ""
 
 
 def _extra(name: str) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from dlo_core.errors import BackendError
+from dlo_core.registration import Registrar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,23 +30,8 @@ _HOST_REGISTER_SUPPORTED = 99
 _READ_ONLY_SUPPORTED = 113
 
 
-class Runtime(Protocol):
+class Runtime(Registrar, Protocol):
     """What registering host memory takes; every call returns 0 or an error code."""
-
-    def host_register(self, address: int, nbytes: int, flags: int) -> int:
-        """Page-lock a range."""
-
-    def host_unregister(self, address: int) -> int:
-        """Unlock the range that begins at ``address``."""
-
-    def take_error(self) -> int:
-        """Return the error that this thread was left with, and clear it."""
-
-    def describe(self, code: int) -> str:
-        """Return the text of an error code."""
-
-    def synchronize(self) -> int:
-        """Block until the device is idle."""
 
     def can_register(self) -> bool:
         """Return whether the device reads registered host memory."""

@@ -23,10 +23,10 @@ import torch
 
 from dlo_core.errors import BackendError, HostMemoryError
 from dlo_core.interface import PinnedAllocator
+from dlo_core.registration import PIECE_NBYTES, HostRegistration, RefusedError, whole_pages
 from dlo_core.touch import POPULATE_READ, POPULATE_WRITE, Touching, touch_threads
 from dlo_cuda.cudart import READ_ONLY
 from dlo_cuda.maps import Region, regions_of
-from dlo_cuda.registration import PIECE_NBYTES, HostRegistration, RefusedError, whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

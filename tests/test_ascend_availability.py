@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from importlib import metadata
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,15 +20,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 availability = pytest.importorskip("dlo_ascend.availability")
+npurt = pytest.importorskip("dlo_ascend.npurt")
 settings = pytest.importorskip("dlo_ascend.settings")
 
 
 def python(code: str, *folders: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run_python(["-c", textwrap.dedent(code)], *folders, **environment)
+
+
+def run_python(
+    arguments: list[str], *folders: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     paths = [str(folder) for folder in folders] + [entry for entry in sys.path if entry]
     hidden = {"LD_LIBRARY_PATH", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_NPU_SANITIZER"}
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        [sys.executable, "-W", "ignore", *arguments],
         capture_output=True,
         text=True,
         timeout=50,
@@ -138,6 +146,22 @@ def test_torch_npu_without_cann_breaks_torch_and_dlo_says_what_to_do(tmp_path: P
         assert words in told
 
 
+@pytest.mark.parametrize("start", ["-m", "script"])
+def test_the_command_says_it_in_a_line_and_shows_no_traceback(start: str, tmp_path: Path) -> None:
+    install_fake(tmp_path, torch.__version__.partition("+")[0], NO_CANN)
+    script = tmp_path / "bin" / "dlo"
+    script.parent.mkdir()
+    script.write_text("from dlo_core.cli import main\nmain()\n", encoding="utf-8")
+    given = ["-m", "dlo_core"] if start == "-m" else [str(script)]
+    done = run_python([*given, "info"], tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("dlo: torch itself cannot be imported")
+    assert "Traceback" not in done.stderr
+    for words in ("libhccl.so", "set_env.sh", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
+        assert words in done.stderr
+
+
 def test_a_torch_npu_that_cannot_be_imported_is_a_reason(tmp_path: Path) -> None:
     install_fake(tmp_path, torch.__version__.partition("+")[0], "raise OSError('libx.so: broken')")
     done = python(
@@ -173,6 +197,33 @@ def test_a_torch_npu_that_cannot_be_imported_is_a_reason(tmp_path: Path) -> None
 )
 def test_dlo_info_says_how_pinned_memory_is_rounded(value: str, words: str) -> None:
     assert words in settings.pinned_memory(value)
+
+
+def fake_torch_npu(cann: str | None, driver: str) -> Any:
+    """Return what tells these versions; None: there is no npurt()."""
+    if cann is None:
+        return SimpleNamespace(npu=SimpleNamespace(), __version__="2.8.0.post5")
+    utils = SimpleNamespace(get_cann_version={"RUNTIME": cann, "DRIVER": driver}.__getitem__)
+    return SimpleNamespace(npu=SimpleNamespace(npurt=None, utils=utils), __version__="2.13.0")
+
+
+@pytest.mark.parametrize(
+    ("cann", "driver", "kernel", "words"),
+    [
+        ("8.5.0", "25.5.0", "5.15.0-91-generic", None),
+        ("9.1.0.RC1", "26.0.rc1", "6.6.0", None),
+        (None, "", "6.6.0", "torch_npu 2.8.0.post5 has no npurt()"),
+        ("8.3.RC1", "25.5.0", "6.6.0", "CANN is 8.3.RC1, and 8.5.0 is needed"),
+        ("8.5.0", "25.2.3", "6.6.0", "the driver is 25.2.3, and 25.5.0 is needed"),
+        ("8.5.0", "", "6.6.0", "the version of the driver is unknown"),
+        ("8.5.0", "25.5.0", "5.10.0-136.oe2203", "5.11 is needed"),
+    ],
+)
+def test_memory_is_registered_only_where_copies_from_it_do_not_hold_the_host(
+    cann: str | None, driver: str, kernel: str, words: str | None
+) -> None:
+    reason = npurt.why_no_registration(fake_torch_npu(cann, driver), kernel)
+    assert (reason is None) if words is None else (words in reason)
 
 
 def test_dlo_info_names_settings_that_hold_the_host() -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_order import COPY, IN_GRAPHS, LATE, Program, edited
+from kernels import Program
+from mutations import mutant
+from test_order import COPY, IN_GRAPHS, LATE, ordering
 from torch import nn
 from toys import twin
 
@@ -357,8 +359,7 @@ def test_every_wait_around_a_graph_has_its_case() -> None:
 def test_bits_are_wrong_or_it_is_refused_without(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, found = edited(call)
-    assert found.count(call) == 1
+    module = mutant(ordering()[call].number)
     monkeypatch.setattr(dlo_core.engine, "LocalTransfer", vars(module)["LocalTransfer"])
     early, streams, runs = NEEDED[call]
     job = Job(world=World(early=early))

@@ -21,7 +21,8 @@ from dlo_core import touch as touch_module
 from dlo_core.errors import BackendError, HostMemoryError
 
 pinned = pytest.importorskip("dlo_cuda.pinned")
-from dlo_cuda import backend, registration  # noqa: E402
+from dlo_core import registration  # noqa: E402
+from dlo_cuda import backend  # noqa: E402
 from dlo_cuda.backend import CudaBackend  # noqa: E402
 from dlo_cuda.cudart import READ_ONLY, CudaRuntime, load_runtime  # noqa: E402
 from dlo_cuda.maps import regions_of  # noqa: E402

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import warnings
 from pathlib import Path
@@ -37,6 +38,33 @@ def test_the_readme_and_the_messages_have_one_install_command() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_installs_the_other_project_of_that_name(page: Path) -> None:
     assert not re.search(r"pip install +dlo\b(?!.* @ )", page.read_text())
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_no_page_has_a_stand_in_for_an_address(page: Path) -> None:
+    assert not re.search(r"URL-of|git\+|example\.(com|org)", page.read_text())
+
+
+def test_contributing_lists_every_module_of_the_core_with_a_line() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "module_table", ROOT / "tools" / "module_table.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    text, wanted = tool.page()
+    assert text == wanted, "run: python tools/module_table.py"
+    listed = re.findall(r"^\| `(\w+)/?` \| \S.{10,} \|$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(tool.modules())
+    assert len(listed) > 60
+
+
+def test_every_fault_that_other_systems_had_has_its_test() -> None:
+    """Public faults, numbered B01 to B44 in the docstrings of the tests that show them."""
+    texts = [path.read_text() for path in Path(__file__).parent.glob("test_*.py")]
+    named = set(re.findall(r"\bB\d\d\b", "\n".join(texts)))
+    assert {f"B{number:02}" for number in range(1, 45)} <= named
 
 
 def test_every_public_name_has_a_docstring_and_is_on_the_api_page() -> None:

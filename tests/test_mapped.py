@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from inline_worker import MODES, InlineWorker
-from late import LateBackend, LateToy
+from kernels import Program
 from leaks import nothing_left
 from pinning import PinningBackend
 from poison import PoisonBackend
@@ -21,11 +21,11 @@ from safetensors.torch import save_file
 from toys import AwkwardBlock, Toy, assert_restored, inputs, make_toy, snapshot, twin
 
 import dlo_core as dlo
-import dlo_core.binding
 from dlo_core import mapped, staging
 from dlo_core.checkpoint import Checkpoint
+from dlo_core.feed import DirectFeed
 from dlo_core.source import ModuleTensor
-from dlo_core.testing import Recorder, SimAgreement, SimBackend, World
+from dlo_core.testing import GlooAgreement, Recorder, SimAgreement, SimBackend, World
 from dlo_core.transfer import InPlaceTransfer, LocalTransfer, StagedTransfer, Transfer
 from dlo_core.worker import Worker
 
@@ -102,41 +102,48 @@ def test_bits_are_right_and_come_back(way: str, size: int, checkpoint: Path) -> 
 # --- order: late, eager and random ----------------------------------------------------------------
 
 
-@pytest.fixture
-def compute_that_keeps_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """See test_order.py."""
-    monkeypatch.setattr(dlo_core.binding, "buffer_state", lambda buffer: (0, 0))
+# The streams of one offload, as World(early=...) knows them.
+COPY, COMM, COMPUTE = "stream 0", "stream 1", "compute"
 
 
 @torch.no_grad()
 def wrong_on_the_late_device(
     way: str,
-    eager: tuple[str, ...],
-    mode: str,
+    early: tuple[str, ...],
+    worker: str,
     path: Path,
     *,
     depth: int,
     seed: int | None = None,
 ) -> int:
-    """Run passes; return how many outputs differ. The worker is inline, the device late."""
-    patchable.Worker = partial(InlineWorker, mode, seed or 0)
-    backend = LateBackend(eager, seed)
-    model = LateToy(5)
-    resident = LateToy(5)
-    done = start(model, path, backend, depth=depth, **WAYS[way])
-    outs = []
+    """Run passes; return how many outputs differ. The worker is inline, the host runs ahead."""
+    patchable.Worker = partial(InlineWorker, worker, seed or 0)
+    world = World(early=early) if seed is None else World(mode="random", seed=seed)
+    backend = SimBackend(world, host_ahead=True)
+    model, resident = Program(5), Program(5)
+    done = dlo.offload(
+        model,
+        device=backend,
+        group=GlooAgreement(backend) if dist.is_initialized() else None,
+        checkpoint=path,
+        depth=depth,
+        host="mapped",
+        **SHORT,
+        **WAYS[way],
+    )
     programs = [None, None, (0, 2, 4), None, (1,), None]
     if dist.is_initialized() and dist.get_rank():
         programs = [None] * 6
-    for number, calls in enumerate(programs):
-        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
-        outs.append((model(x, backend, calls), resident(x, None, calls)))
+    batches = [torch.randn(2, 8, generator=torch.Generator().manual_seed(n)) for n in range(6)]
+    with backend.compute():
+        outs = [model(x, calls) for x, calls in zip(batches, programs, strict=True)]
+    wanted = [resident(x, calls) for x, calls in zip(batches, programs, strict=True)]
     backend.synchronize()
     done.shutdown()
-    return sum(not torch.equal(a, b) for a, b in outs)
+    return sum(not torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
 
 
-EAGER: tuple[tuple[str, ...], ...] = ((), ("copy",), ("comm",), ("copy", "comm", "compute"))
+EARLY: tuple[tuple[str, ...], ...] = ((), (COPY,), (COMM,), (COPY, COMM, COMPUTE))
 
 
 def count_wrong(way: str, runs: list[Callable[[], int]]) -> int:
@@ -154,8 +161,8 @@ def count_wrong(way: str, runs: list[Callable[[], int]]) -> int:
 
 
 @pytest.fixture
-def late_checkpoint(tmp_path: Path, compute_that_keeps_tensors: None) -> Iterator[Path]:
-    yield store(LateToy(5), tmp_path)
+def late_checkpoint(tmp_path: Path) -> Iterator[Path]:
+    yield store(Program(5), tmp_path)
     patchable.Worker = Worker
 
 
@@ -164,8 +171,8 @@ def test_bits_are_right_however_late_the_reading_and_the_streams_are(
     way: str, late_checkpoint: Path
 ) -> None:
     runs: list[Callable[[], int]] = [
-        partial(wrong_on_the_late_device, way, eager, mode, late_checkpoint, depth=depth)
-        for eager in EAGER
+        partial(wrong_on_the_late_device, way, early, mode, late_checkpoint, depth=depth)
+        for early in EARLY
         for mode in MODES
         for depth in (2, 3)
     ]
@@ -190,14 +197,14 @@ class Forgetful(staging.StagingFeed):
 
 def plain_acquire(self: Transfer, slot: Any, block: int) -> None:
     """Acquire as it is, without catching up."""
-    feed, self._feed = self._feed, dlo_core.feed.DirectFeed()
+    feed, self._feed = self._feed, DirectFeed()
     original_acquire(self, slot, block)
     self._feed = feed
 
 
 original_acquire = Transfer.acquire
 
-# What is taken out, and the way, the eager streams, the worker and the depth that show the need.
+# What is taken out, and the way, the early streams, the worker and the depth that show the need.
 NEEDED: dict[str, tuple[str, tuple[str, ...], str, int]] = {
     "the worker's wait for the copy": ("local", (), "eager", 3),
     "catching up in acquire": ("local", (), "late", 2),
@@ -210,25 +217,25 @@ NEEDED: dict[str, tuple[str, tuple[str, ...], str, int]] = {
 def test_bits_are_wrong_without(
     what: str, late_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    way, eager, mode, depth = NEEDED[what]
+    way, early, mode, depth = NEEDED[what]
     if what == "the worker's wait for the copy":
         monkeypatch.setattr(mapped, "StagingFeed", Forgetful)
     elif what == "catching up in acquire":
         monkeypatch.setattr(Transfer, "acquire", plain_acquire)
     else:
         monkeypatch.setattr(staging.StagingFeed, "catch_up", without_catching_up)
-    run = partial(wrong_on_the_late_device, way, eager, mode, late_checkpoint, depth=depth)
+    run = partial(wrong_on_the_late_device, way, early, mode, late_checkpoint, depth=depth)
     assert count_wrong(way, [run]) > 0
 
 
 def test_settling_waits_for_what_is_not_even_read(late_checkpoint: Path) -> None:
     patchable.Worker = partial(InlineWorker, "late")
-    backend = LateBackend()
-    model = LateToy(5)
+    backend = SimBackend(host_ahead=True)
+    model = Program(5)
     offloaded = start(model, late_checkpoint, backend)
     engine = offloaded.engine
     engine.transfer.settle()
-    slot, weight = engine.pool.slots[0], LateToy(5).blocks[0].weight
+    slot, weight = engine.pool.slots[0], Program(5).blocks[0].weight
     assert isinstance(weight, torch.Tensor)
     nbytes = weight.nbytes
     assert torch.equal(slot.buffer[:nbytes], weight.detach().view(torch.uint8).flatten())

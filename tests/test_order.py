@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import ast
 import inspect
-import types
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from mutations import PACKED, RESIDENTS
+from kernels import Program
+from mutations import RESIDENTS, Site, mutant, packed_sites, sites
 from torch import nn
 from toys import twin
 
@@ -49,40 +49,6 @@ EVERY_EARLY: tuple[Early, ...] = (
 WHOLE: Calls = (None, None, None)
 SKIPPING: Calls = (None, (), (0, 4), (1,), None)
 SKIPPING_AT_FIRST: Calls = ((1, 3), (), (4,), None)
-
-
-class Kernel(nn.Module):
-    """A block of one matrix and one vector."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width))
-        self.bias = nn.Parameter(torch.randn(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what no other block returns."""
-        return torch.addmm(self.bias, x, self.weight).tanh()
-
-
-class Program(nn.Module):
-    """Blocks that run as each call says."""
-
-    dlo_blocks = ("blocks",)
-
-    def __init__(self, n: int, seed: int = 0, width: int = 8) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(Kernel(width) for _ in range(n))
-        self.scale = nn.Parameter(torch.rand(width))
-        self.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor, calls: Sequence[int] | None = None) -> torch.Tensor:
-        """Run the blocks of ``calls``, all by default; a negative number raises."""
-        for number in range(len(self.blocks)) if calls is None else calls:
-            if number < 0:
-                raise ArithmeticError("the program says so")
-            x = self.blocks[number](x)
-        return x * self.scale
 
 
 @torch.no_grad()
@@ -338,60 +304,23 @@ NEEDED: dict[str, tuple[str, Early, Calls]] = {
 }
 
 
-class Ordering(ast.NodeTransformer):
-    """Finds the statements that order data, and takes one of them out."""
-
-    def __init__(self, without: str | None = None) -> None:
-        self.found: list[str] = []
-        self._without = without
-        self._where: list[str] = []
-
-    def _enter(self, node: ast.ClassDef | ast.FunctionDef) -> ast.AST:
-        self._where.append(node.name)
-        self.generic_visit(node)
-        self._where.pop()
-        return node
-
-    visit_ClassDef = visit_FunctionDef = _enter
-
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        """Take the statement out if it is the one."""
-        call = node.value
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
-            return node
-        if call.func.attr not in ("wait_event", "record_event") or is_timing(call, self._where):
-            return node
-        self.found.append(f"{'.'.join(self._where)}: {ast.unparse(call)}")
-        return ast.copy_location(ast.Pass(), node) if self.found[-1] == self._without else node
-
-
-def is_timing(call: ast.Call, where: list[str]) -> bool:
-    """Return whether the call only takes a time: an event of ``times``, or any in ``mark``."""
-    event = ast.unparse(call.args[0])
-    return "times." in event or (where == ["Transfer", "mark"] and event == "event")
-
-
-def edited(without: str | None) -> tuple[types.ModuleType, list[str]]:
-    """Return ``transfer.py`` without one statement, and all that order data in it."""
-    tree = ast.parse(inspect.getsource(dlo_core.transfer))
-    ordering = Ordering(without)
-    module = types.ModuleType(dlo_core.transfer.__name__)
-    code = compile(ordering.visit(tree), "transfer.py without a wait", "exec")
-    exec(code, vars(module))
-    return module, ordering.found
+def ordering() -> dict[str, Site]:
+    """Return the waits and records that order data, by name."""
+    return {str(site): site for site in sites() if not site.timing_only}
 
 
 def test_every_wait_and_record_that_orders_data_has_its_case() -> None:
-    found = [name for name in edited(None)[1] if not name.startswith(PACKED)]
+    found = [str(site) for site in sites() if not site.timing_only]
     cases = [*NEEDED, *RESIDENTS, SEVERAL_COMPUTE_STREAMS, *IN_GRAPHS]
     assert sorted(found) == sorted(cases)
+    # Of the waits none is hidden in another kind of statement.
     calls = [
         node.func.attr
         for node in ast.walk(ast.parse(inspect.getsource(dlo_core.transfer)))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]
-    every = edited(None)[1]
-    assert calls.count("wait_event") == sum("wait_event" in name for name in every)
+    every = (*sites(), *packed_sites())
+    assert calls.count("wait_event") == sum("wait_event" in str(site) for site in every)
 
 
 # Their cases are in test_capture.py.
@@ -414,8 +343,7 @@ def test_bits_are_wrong_without(call: str, monkeypatch: pytest.MonkeyPatch) -> N
     mode, early, calls = NEEDED[call]
     skips = calls is SKIPPING
     run = partial(run_program, mode, World(early=early), calls=calls, whole_elsewhere=skips)
-    module, found = edited(call)
-    assert found.count(call) == 1
+    module = mutant(ordering()[call].number)
     for name in ("LocalTransfer", "StagedTransfer", "InPlaceTransfer"):
         monkeypatch.setattr(dlo_core.engine, name, vars(module)[name])
     assert count_wrong(mode, [run]) > 0

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from late import LateBackend, LateToy
+import torch.distributed as dist
+from kernels import Program
 from poison import PoisonBackend
 from ranks import run_ranks
 from safetensors.torch import save_file
@@ -29,6 +30,8 @@ from toys import (
 
 import dlo_core as dlo
 from dlo_core.host import HostStore
+from dlo_core.testing import GlooAgreement, SimBackend, World
+from dlo_core.testing.compute import Compute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -256,10 +259,10 @@ def test_a_rank_writes_its_own_bytes_and_no_others(size: int) -> None:
 # --- order ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("eager", [(), ("copy",), ("copy", "compute")])
+@pytest.mark.parametrize("early", [(), ("stream 0",), ("stream 0", "compute")])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_forward_that_the_device_has_not_come_to_has_the_old_weights(
-    size: int, eager: tuple[str, ...]
+    size: int, early: tuple[str, ...]
 ) -> None:
     """The host is ahead: copies and kernels of the last forward are queued when it updates.
 
@@ -267,21 +270,23 @@ def test_a_forward_that_the_device_has_not_come_to_has_the_old_weights(
     """
 
     def job(rank: int) -> bool:
-        backend = LateBackend(eager)
-        model = LateToy(5)
+        backend = SimBackend(World(early=early), host_ahead=True)
+        model = Program(5)
         old: Any = twin(model)
         new: Any = change(twin(model))
-        offloaded = dlo.offload(model, device=backend, group=world())
+        group = GlooAgreement(backend) if dist.is_initialized() else None
+        offloaded = dlo.offload(model, device=backend, group=group)
         states = [new.state_dict(), old.state_dict()]
         expected = old
         for turn in range(4):
-            out = model(inputs(rank), backend)
+            with Compute(backend):
+                out = model(inputs(rank))
             offloaded.update_weights(states[turn % 2])
             backend.synchronize()
             assert torch.equal(out, expected(inputs(rank)))
             expected = (new, old)[turn % 2]
-        out = model(inputs(rank), backend)
-        backend.synchronize()
+        with backend.compute():
+            out = model(inputs(rank))
         assert torch.equal(out, expected(inputs(rank)))
         return True
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from kernels import Program
 from mutations import REUSED_MEMORY, WAIT_ON_RESIDENT, mutant, sites
 from ranks import run_ranks
 from safetensors.torch import save_file
 from test_lifecycle import by_blocks
 from test_memory import eventually
-from test_order import COPY, MODES, Program, count_wrong, run_passes
+from test_order import COPY, MODES, count_wrong, run_passes
 from toys import (
     Toy,
     assert_restored,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_order import Program
+from kernels import Program
 from toys import twin
 
 import dlo_core as dlo

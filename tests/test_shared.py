@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from late import LateBackend, LateToy
+from kernels import Program
 from leaks import nothing_left, segments
 from parallel_dit import made_topology, make_dit
 from pinning import PinningBackend, machine_of
@@ -29,6 +29,8 @@ from dlo_core import segment as segment_module
 from dlo_core import touch as touch_module
 from dlo_core.host import HostStore
 from dlo_core.segment import Segment, SegmentMaker, receive
+from dlo_core.testing import SimBackend
+from dlo_core.testing.compute import Compute
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,12 +142,13 @@ def test_nobody_writes_before_all_have_read(late: int) -> None:
     """Copies that the device has not come to are waited for on every rank before one writes."""
 
     def body(rank: int) -> None:
-        backend = LateBackend()
-        model: Any = LateToy(5)
-        old, new = twin(model), LateToy(5, seed=1)
+        backend = SimBackend(host_ahead=True)
+        model = Program(5)
+        old, new = twin(model), Program(5, seed=1)
         offloaded = start(model, backend)
         x = inputs(rank)
-        out = model(x, backend)
+        with Compute(backend):
+            out = model(x)
         if rank == late:
             engine = offloaded.engine
             stand_still = engine.streamers[0].stand_still
@@ -158,8 +161,8 @@ def test_nobody_writes_before_all_have_read(late: int) -> None:
         offloaded.update_weights(new.state_dict())
         backend.synchronize()
         assert torch.equal(out, old(x))
-        out = model(x, backend)
-        backend.synchronize()
+        with backend.compute():
+            out = model(x)
         assert torch.equal(out, new(x))
         dist.barrier()
 

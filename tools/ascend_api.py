@@ -30,8 +30,7 @@ REQUIRED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch_npu/npu/utils.py": {
         "synchronize": ("device",),
         "current_device": (),
-        "get_cann_version": (),
-        "_is_gte_cann_version": ("version",),
+        "get_cann_version": ("module",),
         "device.__init__": ("device",),
         "device.__enter__": (),
         "device.__exit__": (),

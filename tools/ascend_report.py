@@ -1,61 +1,133 @@
-"""Verify the Ascend backend on this machine's NPUs; writes ascend-report.txt (docs/ascend.md)."""
+"""Verify the Ascend backend on this machine's NPUs, and write a report (docs/ascend.md).
+
+Every part runs in a process group of its own with a limit, and the report is written as it goes, so
+what was found is in it however it ends. The exit status is 0 only when every part went well.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
+import platform
+import shutil
+import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
-REPORT = Path("ascend-report.txt")
-TESTS = ("tests/test_ascend_ranks.py", "tests/test_ascend_backend.py")
-LIMIT_S = 3600
+# Ranks are forked from a process that has not touched a device, so the files with ranks come first.
+TESTS = (
+    "tests/test_ascend_ranks.py",
+    "tests/test_ascend_lifecycle.py",
+    "tests/test_ascend_registered.py",
+    "tests/test_ascend_backend.py",
+)
+SMALL = ["--width", "64", "--heads", "2", "--blocks", "3", "--tokens", "16", "--passes", "2"]
+SHOWN = ("ASCEND", "HCCL", "TORCH_HCCL", "PYTORCH_NPU", "TASK_QUEUE", "LD_LIBRARY_PATH", "DLO_STUB")
 
 
-def commands() -> list[list[str]]:
-    """Return what is run, in order."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One command.
+
+    Attributes:
+        name: Of the part.
+        command: What is run.
+        needed: Whether its failure is the report's.
+        limit_s: Seconds that it may take.
+    """
+
+    name: str
+    command: list[str]
+    needed: bool = True
+    limit_s: float = 1800.0
+
+
+def parts(small: bool, pytest_arguments: list[str]) -> list[Part]:
+    """Return what is run, in order.
+
+    Args:
+        small: Speed at toy size only, to try this script out.
+        pytest_arguments: Passed on to the tests.
+    """
     python = [sys.executable, "-m"]
-    return [
-        [*python, "dlo_core", "info", "--json"],
-        [*python, "pip", "freeze"],
-        [*python, "pytest", "--require", "npu", *TESTS],
-        [*python, "dlo_core", "demo", "--device", "npu", "--json"],
+    dlo = [*python, "dlo_core"]
+    npu = ["--device", "npu", "--json"]
+    bench = [*dlo, "bench", *npu, *(SMALL if small else [])]
+    found = [
+        Part("devices", ["npu-smi", "info"], needed=False, limit_s=60.0),
+        Part("info", [*dlo, "info", "--json"], limit_s=300.0),
+        Part("packages", [*python, "pip", "freeze"], needed=False, limit_s=300.0),
+        Part("tests", [*python, "pytest", "--require", "npu", *TESTS, *pytest_arguments]),
+        Part("demo", [*dlo, "demo", *npu]),
+        Part("bench, rank-local", [*bench, "--no-use-allgather"]),
     ]
+    if not small:
+        found.insert(5, Part("probe", [*dlo, "probe", *npu]))
+        found.append(Part("bench, two ranks", [*bench, "--ranks", "2"], needed=False))
+    return found
 
 
-def run(command: list[str]) -> tuple[int, str]:
-    """Return the exit status and all that was printed."""
-    print("==>", *command, flush=True)
+def run(part: Part) -> tuple[str, str]:
+    """Return how a part ended, ``"ok"`` where it went well, and all that it printed."""
+    print(f"==> {part.name}:", *part.command, flush=True)
+    if shutil.which(part.command[0]) is None:
+        return f"there is no {part.command[0]}", ""
+    process = subprocess.Popen(
+        part.command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "COLUMNS": "160"},
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            check=False,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=LIMIT_S,
-            env={**os.environ, "COLUMNS": "160"},
-        )
-    except subprocess.TimeoutExpired as error:
-        return 124, f"{error.stdout or ''}\nnot done after {LIMIT_S} s"
-    return done.returncode, done.stdout
+        said, _ = process.communicate(timeout=part.limit_s)
+        ending = f"exit status {process.returncode}" if process.returncode else "ok"
+    except subprocess.TimeoutExpired:
+        # With its ranks: they would hold the pipe, and the device.
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+        ending = f"not done after {part.limit_s:g} s"
+    return ending, said
 
 
-def main() -> int:
-    """Run all, write the report, and return 0 only when all went well."""
-    parts, failed = [], []
-    for command in commands():
-        status, said = run(command)
-        name = " ".join(command[2:])
-        parts.append(f"=== {name}\n=== exit status {status}\n{said}")
-        if status:
-            failed.append(name)
+def write(report: TextIO, todo: list[Part]) -> list[str]:
+    """Run all and write it down; return what failed."""
+    failed = []
+    shown = sorted(name for name in os.environ if name.startswith(SHOWN))
+    print(f"{platform.platform()}, Python {platform.python_version()}", file=report)
+    print(*(f"{name}={os.environ[name]}" for name in shown), sep="\n", file=report)
+    for part in todo:
+        ending, said = run(part)
+        print(f"    {ending}", flush=True)
+        print(f"\n=== {part.name}: {ending}\n{' '.join(part.command)}\n{said}", file=report)
+        report.flush()
+        if part.needed and ending != "ok":
+            failed.append(f"{part.name} ({ending})")
     verdict = f"FAILED: {'; '.join(failed)}" if failed else "all passed"
-    REPORT.write_text("\n".join([verdict, *parts]), encoding="utf-8")
-    print(f"{verdict}; wrote {REPORT.resolve()}")
+    print(f"\n=== {verdict}", file=report)
+    return failed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run all, write the report, and return 0 only when all went well."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=Path("ascend-report.txt"))
+    parser.add_argument("--small", action="store_true", help="speed at toy size only")
+    parser.add_argument("pytest", nargs="*", help="arguments for the tests, after --")
+    given = parser.parse_args(arguments)
+    with given.out.open("w", encoding="utf-8") as report:
+        failed = write(report, parts(given.small, given.pytest))
+    print(
+        f"{'FAILED: ' + '; '.join(failed) if failed else 'all passed'}; wrote {given.out.resolve()}"
+    )
     return 1 if failed else 0
 
 

@@ -36,7 +36,7 @@ def write_plot(rows: Sequence[Row], title: str, path: Path) -> None:
         figures = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise PlotUnavailable(
-            f"the plot needs matplotlib; install it with: {install_command('plot')}"
+            f"the plot needs matplotlib; in a clone of dlo: {install_command('plot')}"
         ) from error
     rows = sorted(rows, key=lambda row: row.tokens)
     tokens = [row.tokens for row in rows]

@@ -162,7 +162,7 @@ def new_figure(width: float, height: float) -> Any:
         figure = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise PicturesUnavailable(
-            f"the pictures need matplotlib; install it with: {install_command('plot')}"
+            f"the pictures need matplotlib; in a clone of dlo: {install_command('plot')}"
         ) from error
     return figure.Figure(figsize=(width, height), dpi=150, layout="constrained")
 

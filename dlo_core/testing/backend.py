@@ -262,6 +262,10 @@ class SimBackend(Backend):
             for stream in self._computes:
                 self.reach(stream.record_event())
 
+    def host_streams(self) -> list[str]:
+        """Return the names of the compute streams that are the host itself."""
+        return [s.name for s in self._computes if isinstance(s, ComputeStream)]
+
     # --- for the parts ------------------------------------------------------------------------
 
     def queue(

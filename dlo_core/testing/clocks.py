@@ -8,6 +8,11 @@ are ordered when the later one's clock has the earlier one's tick.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 __all__ = ["Clocks", "Stamp"]
 
 Clock = dict[str, int]
@@ -35,13 +40,21 @@ class Clocks:
         """Start with nothing."""
         self._now: dict[str, Clock] = {}
 
-    def tick(self, timeline: str) -> Stamp:
-        """Do something on ``timeline`` and return the moment."""
+    def tick(self, timeline: str, *, after: Iterable[str] = ()) -> Stamp:
+        """Do something on ``timeline`` and return the moment.
+
+        Args:
+            timeline: Whose clock goes on.
+            after: Timelines after which this one thing comes; what comes later does not.
+        """
         now = self._now.setdefault(timeline, {})
         if timeline != "host":
             _join(now, self._now.setdefault("host", {}))
         now[timeline] = now.get(timeline, 0) + 1
-        return Stamp(timeline, now)
+        clock = dict(now)
+        for other in after:
+            _join(clock, self._now.get(other, {}))
+        return Stamp(timeline, clock)
 
     def join(self, timeline: str, stamp: Stamp) -> None:
         """Let all that comes on ``timeline`` come after ``stamp``."""

@@ -2,7 +2,8 @@
 
 Two accesses race when they touch a common byte, one of them writes, and neither happened before the
 other by the vector clocks: then the events of the engine do not order them, whatever the schedule
-of the present run was.
+of the present run was. What the host itself writes is seen at the next thing that the engine does,
+and counts as one write of the whole buffer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dlo_core.layout import span_nbytes
 from dlo_core.testing.clocks import Clocks, Stamp
 from dlo_core.testing.device_memory import storage_of
+from dlo_core.testing.host_writes import HostWrites
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,8 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Access", "Race", "Recorder"]
 
+_HOST = "host slab"
+_HOME = "home of all blocks"
 # The event that should have ordered two accesses of a buffer, by what came first and second.
 _MISSING = {
+    ("host", "read", "write"): "the host's wait for the copy",
+    ("host", "write", "write"): "the host's wait for the copy",
     ("slot", "write", "read"): "slot.filled",
     ("slot", "read", "write"): "slot.drained",
     ("slot", "write", "write"): "slot.filled or slot.copied",
@@ -96,14 +102,22 @@ class Recorder:
     def __init__(self) -> None:
         """Start with nothing; ``watch`` an offload once it is enabled."""
         self.backend: SimBackend | None = None
-        self.races: list[Race] = []
+        self._races: list[Race] = []
+        self._host_writes = HostWrites()
         self.num_accesses = 0
         self.log: list[Access] = []
         self._clocks = Clocks()
         self._events: dict[int, tuple[Any, Stamp]] = {}
         self._offload: LayerwiseOffload | None = None
         self._buffers: dict[int, tuple[str, Any]] = {}
+        self._nbytes: dict[int, int] = {}
         self._live: dict[int, list[Access]] = {}
+
+    @property
+    def races(self) -> list[Race]:
+        """The races so far."""
+        self._look()
+        return self._races
 
     def watch(self, offload: LayerwiseOffload) -> Recorder:
         """Name the buffers of an enabled offload; from now on their accesses are compared."""
@@ -111,15 +125,19 @@ class Recorder:
         assert engine is not None
         self._offload = offload
         for slot in engine.pool.slots:
-            self._buffers[storage_of(slot.buffer)] = (f"slot {slot.index}", slot)
+            self._name(slot.buffer, f"slot {slot.index}", slot)
         if engine.pool.decoded is not None:
-            home = engine.pool.decoded
-            self._buffers[storage_of(home.buffer)] = ("home of all blocks", home)
+            self._name(engine.pool.decoded.buffer, _HOME, engine.pool.decoded)
         for stage in engine.pool.stages:
-            self._buffers[storage_of(stage.buffer)] = (f"stage {stage.index}", stage)
+            self._name(stage.buffer, f"stage {stage.index}", stage)
         for run in engine.store.runs:
-            self._buffers[storage_of(run)] = ("host slab", engine.store)
+            self._name(run, _HOST, engine.store)
         return self
+
+    def _name(self, buffer: torch.Tensor, name: str, owner: Any) -> None:
+        self._buffers[storage_of(buffer)] = (name, owner)
+        self._nbytes[storage_of(buffer)] = buffer.nbytes
+        self._host_writes.watch(buffer, on_host=name == _HOST)
 
     def check(self) -> None:
         """Raise when there was a race.
@@ -127,18 +145,21 @@ class Recorder:
         Raises:
             AssertionError: Lists the first ones.
         """
-        if self.races:
-            shown = "\n".join(str(race) for race in self.races[:5])
-            raise AssertionError(f"{len(self.races)} races:\n{shown}")
+        races = self.races
+        if races:
+            shown = "\n".join(str(race) for race in races[:5])
+            raise AssertionError(f"{len(races)} races:\n{shown}")
 
     # --- what the backend tells ---------------------------------------------------------------
 
     def records(self, timeline: str, event: SimEvent) -> None:
         """Note that ``event`` marks this moment of ``timeline``."""
+        self._look()
         self._events[id(event)] = (event, self._clocks.tick(timeline))
 
     def waits(self, timeline: str, event: SimEvent) -> None:
         """Note that later work of ``timeline`` waits for ``event``."""
+        self._look()
         recorded = self._events.get(id(event))
         if recorded is not None:
             self._clocks.join(timeline, recorded[1])
@@ -149,6 +170,7 @@ class Recorder:
 
     def host_waits_for_all(self) -> None:
         """Note that the host waited for everything."""
+        self._look()
         self._clocks.join_all("host")
 
     def accesses(
@@ -160,6 +182,7 @@ class Recorder:
         writes: Iterable[torch.Tensor] = (),
     ) -> None:
         """Note accesses, and compare those of watched buffers with earlier ones."""
+        self._look()
         stamp = self._clocks.tick(timeline)
         for write, tensors in ((False, reads), (True, writes)):
             for tensor in tensors:
@@ -168,6 +191,21 @@ class Recorder:
                     self._look_among_residents(storage)
                 if storage in self._buffers and tensor.numel():
                     self._note(self._access(op, timeline, tensor, write, stamp), storage)
+                    if write and op == "compute":
+                        self._host_writes.expect(storage)
+
+    def _look(self) -> None:
+        """Note what the host has written since the last look, as of now."""
+        for storage in self._host_writes.look():
+            name, buffer = self._buffers[storage]
+            stamp = self._clocks.tick("host", after=self._computes())
+            what, stop = self._what(buffer), self._nbytes[storage]
+            self._note(Access("host", "host", name, what, True, 0, stop, stamp), storage)
+
+    def _computes(self) -> list[str]:
+        """Return the compute streams that are the host itself."""
+        backend = self.backend
+        return backend.host_streams() if backend is not None else []
 
     def _knows(self, storage: int) -> bool:
         """Return whether a watched buffer lies there; memory that was let go may be another's."""
@@ -181,7 +219,7 @@ class Recorder:
         engine = None if self._offload is None else self._offload.engine
         home = None if engine is None else engine.pool.decoded
         if home is not None and storage_of(home.buffer) == storage:
-            self._buffers[storage] = ("home of all blocks", home)
+            self._buffers[storage] = (_HOME, home)
         residents = {} if engine is None else engine.pool.residents
         for number, slot in residents.items():
             if slot.buffer.nbytes and storage_of(slot.buffer) == storage:
@@ -230,7 +268,7 @@ class Recorder:
     def _report(self, first: Access, second: Access) -> None:
         kind = first.buffer.split()[0]
         verb, then = ("write" if access.write else "read" for access in (first, second))
-        self.races.append(Race(first, second, _MISSING.get((kind, verb, then), "an event")))
+        self._races.append(Race(first, second, _MISSING.get((kind, verb, then), "an event")))
 
 
 def _same(first: Access, second: Access) -> bool:

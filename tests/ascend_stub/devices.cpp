@@ -89,9 +89,13 @@ API int aclsysGetVersionStr(char*, char* out) {
   std::strcpy(out, text_from_environment("DLO_STUB_CANN", "8.5.0"));
   return kOk;
 }
-API int aclsysGetCANNVersion(int, char* out) {
+API int aclsysGetCANNVersion(int package, char* out) {
+  constexpr int kDriver = 7;
   std::memset(out, 0, 128);
-  std::strncpy(out, text_from_environment("DLO_STUB_CANN", "8.5.0"), 127);
+  std::strncpy(out,
+               package == kDriver ? text_from_environment("DLO_STUB_DRIVER", "25.5.0")
+                                  : text_from_environment("DLO_STUB_CANN", "8.5.0"),
+               127);
   return kOk;
 }
 API int aclrtGetStreamOverflowSwitch(void*, uint32_t* flag) {

@@ -146,6 +146,7 @@ struct PtrAttributes {
   uint32_t reserved[4];
 };
 API int aclrtPointerGetAttributes(const void* p, PtrAttributes* a) {
+  if (int code = fault("PointerGetAttributes")) return code;
   std::lock_guard<std::mutex> lock(state().mutex);
   const Range* r = find(p, 1);
   std::memset(a, 0, sizeof *a);

@@ -214,6 +214,7 @@ BINARY(Equal, at::scalar_tensor(at::equal(x, y)).to(at::kBool))
 BINARY(LogicalOr, at::logical_or(x, y))
 IN_PLACE(InplaceLogicalOr, x.logical_or_(y))
 UNARY(LogicalNot, at::logical_not(x))
+UNARY(IsFinite, at::isfinite(x))
 
 // Reductions.
 REDUCTION(Any, d.empty() ? at::any(x) : at::any(x, d, keep))

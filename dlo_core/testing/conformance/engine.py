@@ -56,6 +56,20 @@ class EngineConformance(BackendSuite):
         del offloaded
         assert lab.allocated() == before
 
+    def test_blocks_that_stay_lend_their_memory_and_are_loaded_again(self, lab: Lab) -> None:
+        model = make_portable_toy(4, seed=4)
+        resident = twin(model).to(lab.backend.device)
+        offloaded = dlo_core.offload(
+            model, device=lab.backend, resident_layers=2, resident_scope="stage"
+        )
+        with torch.inference_mode():
+            assert_same_passes(model, resident, lab.backend.device)
+            before = lab.allocated()
+            offloaded.offload_resident_layers()
+            assert before - lab.allocated() >= offloaded.footprint.residents_nbytes
+            assert_same_passes(model, resident, lab.backend.device)
+        offloaded.disable()
+
     def test_the_statistics_can_be_read(self, lab: Lab) -> None:
         model = make_portable_toy(4, seed=3)
         offloaded = dlo_core.offload(model, device=lab.backend)

@@ -1,4 +1,4 @@
-"""Registered pages: host memory that the driver locked, in pieces, and how it is let go again.
+"""Registered pages: host memory that a driver locked, in pieces, and how it is let go again.
 
 [Note: letting go]
 The pages stay mapped as long as they are registered: what registers them holds whatever maps them.
@@ -19,16 +19,21 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dlo_core.errors import HostMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlo_cuda.cudart import Runtime
-
-__all__ = ["PAGE_NBYTES", "PIECE_NBYTES", "HostRegistration", "RefusedError", "whole_pages"]
+__all__ = [
+    "PAGE_NBYTES",
+    "PIECE_NBYTES",
+    "HostRegistration",
+    "RefusedError",
+    "Registrar",
+    "whole_pages",
+]
 
 PAGE_NBYTES = os.sysconf("SC_PAGESIZE")
 # While one piece is registered the pages of the next ones come in. A single call over 512 GiB fails
@@ -37,6 +42,25 @@ PIECE_NBYTES = 1 << 30
 SETTLE_S = 10.0
 
 _logger = logging.getLogger("dlo")
+
+
+class Registrar(Protocol):
+    """What locking host memory in place takes of a driver; every code is 0 or an error."""
+
+    def host_register(self, address: int, nbytes: int, flags: int) -> int:
+        """Page-lock a range."""
+
+    def host_unregister(self, address: int) -> int:
+        """Unlock the range that begins at ``address``."""
+
+    def take_error(self) -> int:
+        """Return the error that this thread was left with, and clear it."""
+
+    def describe(self, code: int) -> str:
+        """Return the text of an error code."""
+
+    def synchronize(self) -> int:
+        """Block until the device is idle."""
 
 
 class RefusedError(HostMemoryError):
@@ -52,7 +76,7 @@ def whole_pages(address: int, nbytes: int) -> tuple[int, int]:
 class _Pages:
     """The pieces of one range; outlives whoever asked for it until they are unlocked."""
 
-    def __init__(self, runtime: Runtime, keep: Any) -> None:
+    def __init__(self, runtime: Registrar, keep: Any) -> None:
         self._runtime = runtime
         self._keep = keep
         self._pieces: list[int] = []
@@ -158,7 +182,7 @@ class HostRegistration:
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: Registrar,
         address: int,
         nbytes: int,
         *,
