@@ -239,6 +239,13 @@ class Startup:
 
     def _measure(self, plans: Sequence[ModelPlan]) -> list[ModelPlan]:
         """Return the plans with the packed sizes, which the ranks tell each other."""
+        if self._backend.codec() is None:
+            warnings.warn(
+                f"packed=True: the backend {self._backend.name!r} has no codec of its own, so "
+                "weights are decoded by torch's operations, which is slow and lets the host wait",
+                DloWarning,
+                stacklevel=2,
+            )
         coder = Coder(self._backend, verify=False)
         rank = self._agreement.rank if self.gathers else 0
         count = partial(measure_packed, plans, coder, rank=rank, threads=self._config.load_threads)

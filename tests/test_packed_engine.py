@@ -279,6 +279,20 @@ def test_new_values_that_take_too_much_are_refused_and_named() -> None:
     offloaded.shutdown()
 
 
+def test_a_device_without_a_codec_of_its_own_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(CpuBackend, "codec", lambda _: None)
+    model = Model(2)
+    resident = twin(model)
+    with pytest.warns(dlo.DloWarning, match="has no codec of its own"):
+        offloaded = dlo.offload(model, device="cpu", packed=True)
+    with torch.inference_mode():
+        assert torch.equal(model(data()), resident(data()))
+    offloaded.shutdown()
+
+
 def test_a_fault_of_the_codec_is_noticed_while_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     real = CpuBackend.codec
 
