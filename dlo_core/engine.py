@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -243,7 +244,7 @@ class Engine:
                 pool=self.pool,
                 pass_start=self._backend.new_event(timing=True),
                 rank=agreement.rank,
-                before_pass=self._before_pass,
+                before_pass=partial(_ask, weakref.ref(self)),
             )
             self.streamers.append(streamer)
             state = self._make_state(plan, streamer)
@@ -283,10 +284,6 @@ class Engine:
     def let_choose(self, choice: Choice) -> None:
         """Ask ``choice`` before each pass from now on."""
         self.choice = choice
-
-    def _before_pass(self, streamer: Streamer) -> None:
-        if self.choice is not None:
-            self.choice.before_pass(streamer)
 
     def change_form(
         self, store: HostStore, shards: Sequence[ShardPlan | PackedCut], decoded: Slot | None
@@ -542,6 +539,13 @@ class Choice(Protocol):
 
     def before_pass(self, streamer: Streamer) -> None:
         """Change the form, if it is time; between two passes."""
+
+
+def _ask(engine: weakref.ref[Engine], streamer: Streamer) -> None:
+    """Ask the choice, if there is one; weakly, so that an engine ends with its last user."""
+    alive = engine()
+    if alive is not None and alive.choice is not None:
+        alive.choice.before_pass(streamer)
 
 
 class _AgreeAlone:

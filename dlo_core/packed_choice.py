@@ -15,6 +15,7 @@ slots and of one block more while the weights are packed.
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -101,7 +102,8 @@ class PackedChoice:
         """
         self.packed = False
         self.reason = f"raw until {_WARM} passes were measured"
-        self._engine = engine
+        # Which has this object.
+        self._owner = weakref.ref(engine)
         self._coder = coder
         self._backend = backend
         self._raw_store = engine.store
@@ -110,6 +112,12 @@ class PackedChoice:
         self._last = 0
         self._switches = 0
         self._doubts = 0
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._owner()
+        assert engine is not None
+        return engine
 
     def before_pass(self, streamer: Streamer) -> None:
         """Look at the last pass of a model, and switch when it is time; between two passes."""

@@ -170,7 +170,7 @@ class DecodedHome:
         self.slot = pool.decoded
         self._pool = pool
         self._codec = codec
-        self._held: tuple[Slot, int] | None = None
+        self._held: tuple[int, int] | None = None
 
     def enter(self, stream: Stream, slot: Slot, block: TravellingBlock) -> None:
         """Queue the decoding on the current ``stream``, unless it is what the buffer holds.
@@ -186,13 +186,13 @@ class DecodedHome:
             )
         self._wait(stream)
         stream.record_event(block.times.wait_end)
-        if self._held != (slot, slot.turn):
+        if self._held != (slot.index, slot.turn):
             plan, home = block.plan, self.slot
             assert not isinstance(plan, ShardPlan)
             rows = slot.buffer[: plan.padded_nbytes].view(plan.size, plan.nbytes)
             self._held = None
             self._codec.decode(rows, home.buffer[: plan.decoded_nbytes])
-            self._held = slot, slot.turn
+            self._held = slot.index, slot.turn
             # See [Note: two events].
             stream.record_event(slot.drained)
             slot.reader = stream

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from test_packed_engine import SHORT, Model, data, new_values
 from toys import same_bits, twin
 
 import dlo_core as dlo
+from dlo_core.cpu import CpuBackend
 from dlo_core.errors import ConfigError
 from dlo_core.packed_choice import Figures, PackedChoice
 
@@ -88,6 +91,26 @@ def test_no_switch_changes_a_bit(settings: dict[str, Any], monkeypatch: pytest.M
     assert all(same_bits(state[name], value) for name, value in resident.state_dict().items())
     offloaded.disable()
     assert all(same_bits(model.state_dict()[k], v) for k, v in resident.state_dict().items())
+
+
+@pytest.mark.parametrize("packed", [False, True, "auto"])
+def test_an_engine_ends_with_its_last_user(packed: bool | str) -> None:
+    torch.set_num_threads(1)
+    gc.collect()
+    held = CpuBackend().memory().allocated
+    model = Model(2)
+    offloaded = dlo.offload(model, device="cpu", packed=packed)
+    with torch.inference_mode():
+        model(data())
+    gc.disable()
+    try:
+        engine = weakref.ref(offloaded.engine)
+        offloaded.disable()
+        del offloaded
+        assert engine() is None
+        assert CpuBackend().memory().allocated == held
+    finally:
+        gc.enable()
 
 
 def test_a_cpu_measures_that_its_decoding_is_slow() -> None:
