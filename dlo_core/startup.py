@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import warnings
 from dataclasses import dataclass, replace
@@ -29,11 +30,13 @@ from dlo_core.plan import (
     Footprint,
     Loading,
     ModelPlan,
+    files_of,
     own_values,
     plan_model,
     plan_residents,
     predict,
     resident_numbers,
+    sample_stored,
     sample_values,
 )
 from dlo_core.segment import Segment, SegmentMaker, receive
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from dlo_core.key_map import KeyMap
     from dlo_core.post_load import PostLoad
     from dlo_core.progress import LoadProgress
+    from dlo_core.salvage import Salvage
     from dlo_core.slicing import TpPlan
     from dlo_core.transforms import Transforms
 
@@ -63,8 +67,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Request", "Startup"]
 
+_logger = logging.getLogger("dlo")
+
 # Settings in which ranks may differ: the bytes that are gathered are the same.
 _OWN_SETTINGS = ("host", "pin_budget_bytes", "load_threads", "direct_io")
+# Of a comm library, beyond the watch's own deadline.
+_SPARE_S = 60.0
+_FILES = "files of model {}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +87,7 @@ class Request:
         progress: As in ``enable``.
         tp_plan: As in ``enable``.
         tp: Rank in the tensor-parallel group, and its size.
+        salvage: Shards of an earlier offload, to be used where they fit.
     """
 
     models: tuple[nn.Module, ...]
@@ -89,6 +99,7 @@ class Request:
     post_load: PostLoads = None
     tp_plan: TpPlan | None = None
     tp: tuple[int, int] = (0, 1)
+    salvage: Salvage | None = None
 
     def loadings(self) -> list[Loading]:
         """Return where each model's values come from.
@@ -104,7 +115,7 @@ class Request:
             _one_of("post_load", self.post_load, count),
             strict=True,
         )
-        return [Loading(*row) for row in rows]
+        return [Loading(*row, kept=self.salvage is not None) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +127,16 @@ class _Decision:
         residents: The numbers of the blocks that stay, of each model.
         footprint: The bytes that it takes.
         wish: The host memory that it wants.
+        samples: Facts about the values; none in rank-local mode.
+        kept: Shards that are used again instead of being read.
     """
 
     digest: bytes
     residents: tuple[frozenset[int], ...]
     footprint: Footprint
     wish: Wish
+    samples: dict[str, str]
+    kept: Salvage | None
 
 
 class Startup:
@@ -158,12 +173,15 @@ class Startup:
         decision: _Decision | None = None
         made: _Made | None = None
         facts: dict[str, str] = {}
+        samples: dict[str, str] = {}
         try:
             if problem is None:
                 self._plan(request, plans)
-                facts = self._facts(plans)
+                facts, samples = self._facts(plans, request.salvage)
                 if self._config.packed is not True:
-                    decision = self._decide(plans)
+                    decision = self._decide(plans, request.salvage, samples)
+                elif request.salvage is not None:
+                    _drop(plans, "packed shards are not passed on")
                 made = _Made()
         # Every rank must hear of it, whatever it is.
         except BaseException as error:
@@ -172,10 +190,11 @@ class Startup:
             self._agreement.vote(problem, "offload()")
             assert made is not None
             agree_on(self._agreement, facts, "offload()")
+            self._compare_files(plans, samples)
             if decision is None:
                 # Their sizes are in the weights, so all ranks must have the same weights by now.
                 plans[:] = self._measure(plans)
-                decide = partial(self._decide, plans)
+                decide = partial(self._decide, plans, None, samples)
                 decision = do_together(self._agreement, "offload()", decide)
             return self._build(made, plans, decision, request.progress)
         except BaseException:
@@ -183,6 +202,28 @@ class Startup:
                 if plan.checkpoint is not None:
                     plan.checkpoint.close()
             raise
+
+    def _compare_files(self, plans: Sequence[ModelPlan], samples: dict[str, str]) -> None:
+        """Refuse ranks that would read other values: by the files, or else by a sample of them.
+
+        Raises:
+            AgreementError: They would.
+        """
+        if not self.gathers:
+            return
+        mine = [samples[name] for name in _files(plans)]
+        everyone = self._agreement.exchange(mine, "offload()")
+        if all(theirs == mine for theirs in everyone):
+            return
+
+        def sample() -> dict[str, str]:
+            return {
+                f"values of model {number} (a sample)": sample_stored(plan).hex()[:12]
+                for number, plan in enumerate(plans)
+                if plan.checkpoint is not None
+            }
+
+        agree_on(self._agreement, do_together(self._agreement, "offload()", sample), "offload()")
 
     def _plan(self, request: Request, plans: list[ModelPlan]) -> None:
         """Append a plan for every model."""
@@ -223,9 +264,15 @@ class Startup:
                 )
             )
 
-    def _facts(self, plans: Sequence[ModelPlan]) -> dict[str, str]:
-        """Return what must be the same on every rank; in rank-local mode only the mode."""
+    def _facts(
+        self, plans: Sequence[ModelPlan], salvage: Salvage | None
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Return what must be the same on every rank, and facts about the values.
+
+        In rank-local mode it is the mode alone.
+        """
         facts = {"dlo": __version__, "use_allgather": str(self._config.use_allgather)}
+        samples: dict[str, str] = {}
         if self.gathers:
             facts["device"] = self._backend.name
             facts |= {
@@ -235,7 +282,9 @@ class Startup:
             }
             for number, plan in enumerate(plans):
                 facts |= _facts_of(number, plan)
-        return facts
+            samples = _samples(plans, salvage)
+            facts |= {name: value for name, value in samples.items() if name not in _files(plans)}
+        return facts, samples
 
     def _measure(self, plans: Sequence[ModelPlan]) -> list[ModelPlan]:
         """Return the plans with the packed sizes, which the ranks tell each other."""
@@ -265,7 +314,9 @@ class Startup:
             for plan in plans
         ]
 
-    def _decide(self, plans: Sequence[ModelPlan]) -> _Decision:
+    def _decide(
+        self, plans: Sequence[ModelPlan], salvage: Salvage | None, samples: dict[str, str]
+    ) -> _Decision:
         """Return what the plans come to."""
         residents = plan_residents(plans, self._config)
         digest = hashlib.sha256()
@@ -282,8 +333,36 @@ class Startup:
             machine=Machine(),
             staying=resident_numbers(plans, residents),
         )
+        kept = self._kept(plans, salvage, digest.digest(), samples)
+        if kept is not None:
+            # It has them already.
+            wish = replace(wish, bounds=(), lock=None)
         footprint = predict(plans, self._config, residents)
-        return _Decision(digest.digest(), residents, footprint, wish)
+        return _Decision(digest.digest(), residents, footprint, wish, samples, kept)
+
+    def _kept(
+        self,
+        plans: Sequence[ModelPlan],
+        salvage: Salvage | None,
+        digest: bytes,
+        samples: dict[str, str],
+    ) -> Salvage | None:
+        """Return the salvage if it is what would be read; say so if it is not.
+
+        Raises:
+            ConfigError: It is not, and there is nothing to read.
+        """
+        if salvage is None:
+            return None
+        reason = "in rank-local mode nothing is spread over ranks"
+        if self.gathers:
+            place = (self._agreement.rank, self._agreement.size)
+            host = (self._config.host, self._config.pin_budget_bytes)
+            reason = salvage.why_not(digest=digest, samples=samples, place=place, host=host)
+        if not reason:
+            return salvage
+        _drop(plans, reason)
+        return None
 
     def _build(
         self, made: _Made, plans: Sequence[ModelPlan], decision: _Decision, progress: Progress
@@ -340,15 +419,20 @@ class Startup:
         self, made: _Made, plans: Sequence[ModelPlan], decision: _Decision, progress: Progress
     ) -> Footprint:
         """Make the store and the engine, which reads; return what they take."""
-        made.store = make_store(
-            made.allotment,
-            self._config,
-            self._backend,
-            plans,
-            rank=made.collective.rank,
-            digest=decision.digest,
-            segment=made.segment,
-            staying=sorted(decision.wish.staying),
+        kept = made.kept = decision.kept
+        made.store = (
+            make_store(
+                made.allotment,
+                self._config,
+                self._backend,
+                plans,
+                rank=made.collective.rank,
+                digest=decision.digest,
+                segment=made.segment,
+                staying=sorted(decision.wish.staying),
+            )
+            if kept is None
+            else kept.store
         )
         made.engine = Engine(
             plans,
@@ -359,6 +443,8 @@ class Startup:
             store=made.store,
             digest=decision.digest,
             progress=progress,
+            samples=decision.samples,
+            kept=kept,
             shares=made.allotment.shares,
         )
         made.engine.prepare(self._agreement)
@@ -371,7 +457,12 @@ class Startup:
 
     def _make_collective(self) -> Collective:
         """Make the weights group and its collective, or neither."""
-        made = self._agreement.new_group(self._backend.comm_library, self._config.timeout_s)
+        limit_s = self._config.timeout_s
+        if not self._backend.capabilities.host_blocks:
+            # The watch comes first: a comm library of a device whose own limit is over may end the
+            # whole process.
+            limit_s = 2 * limit_s + _SPARE_S
+        made = self._agreement.new_group(self._backend.comm_library, limit_s)
         try:
             return self._backend.collective(made)
         except BaseException:
@@ -386,6 +477,7 @@ class _Made:
         self.allotment = Allotment("pageable", ())
         self.segment: Segment | None = None
         self.store: HostStore | None = None
+        self.kept: Salvage | None = None
         self.engine: Engine | None = None
         self.collective: Collective = LoneCollective()
         self._maker: SegmentMaker | None = None
@@ -440,7 +532,7 @@ class _Made:
         self.close_maker()
         if self.engine is not None:
             self.engine.discard()
-        if self.store is not None:
+        if self.store is not None and self.kept is None:
             self.store.release()
         if self.segment is not None:
             self.segment.release()
@@ -472,13 +564,51 @@ def _facts_of(number: int, plan: ModelPlan) -> dict[str, str]:
         key = f"layout of block {layout.name!r} of model {number}"
         facts[key] = f"{layout.nbytes} bytes, {layout.digest().hex()[:12]}"
     facts[f"all layouts of model {number}"] = plan.digest().hex()[:12]
-    if plan.checkpoint is None:
-        facts[f"values of model {number} (a sample)"] = sample_values(plan).hex()[:12]
-    facts |= {
-        f"values of {name!r} of model {number} (post_load=, or the module's)": digest
-        for name, digest in own_values(plan).items()
-    }
     return facts
+
+
+def _files(plans: Sequence[ModelPlan]) -> list[str]:
+    """Return the names of the facts that say which files are read."""
+    return [
+        _FILES.format(number) for number, plan in enumerate(plans) if plan.checkpoint is not None
+    ]
+
+
+def _samples(plans: Sequence[ModelPlan], salvage: Salvage | None) -> dict[str, str]:
+    """Return facts about the values: which files, a sample of the module's, or as they were."""
+    facts: dict[str, str] = {}
+    kept = False
+    for number, plan in enumerate(plans):
+        on_meta = any(item.tensor.is_meta for owned in plan.inventory.streamed for item in owned)
+        name = f"values of model {number} (a sample)"
+        kept = kept or on_meta
+        if plan.checkpoint is not None:
+            facts |= {_FILES.format(number): f"{Machine().node} {files_of(plan)}"}
+        elif not on_meta:
+            facts[name] = sample_values(plan).hex()[:12]
+        facts |= {
+            f"values of {name!r} of model {number} (post_load=, or the module's)": digest
+            for name, digest in own_values(plan).items()
+        }
+    # What is on meta has no values to look at.
+    return {**salvage.samples, **facts} if salvage is not None and kept else facts
+
+
+def _drop(plans: Sequence[ModelPlan], reason: str) -> None:
+    """Say that a salvage is not used.
+
+    Raises:
+        ConfigError: There is nothing to read instead.
+    """
+    for plan in plans:
+        if plan.checkpoint is None and any(
+            item.tensor.is_meta for owned in plan.inventory.streamed for item in owned
+        ):
+            raise ConfigError(
+                f"reuse= cannot be honoured: {reason}; and there is nothing to read instead: "
+                "pass checkpoint= too, or a model with its values"
+            )
+    _logger.warning("the shards of reuse= are not used, the weights are read: %s", reason)
 
 
 def _check_model(model: object) -> None:
