@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 use_checkout()
 
+Sections = dict[str, tuple["Callable[[Options, Findings], None]", float]]
 # In the order of what one wants to know first, each with its limit in seconds.
-SECTIONS: dict[str, tuple[Callable[[Options, Findings], None], float]] = {
+SECTIONS: Sections = {
     "grow": (check_start.grow, 60),
     "parts": (check_start.parts, 60),
     "pinned": (check_memory.pinned, 60),
@@ -55,7 +56,7 @@ SECTIONS: dict[str, tuple[Callable[[Options, Findings], None], float]] = {
 }
 
 
-def run_section(options: argparse.Namespace) -> int:
+def run_section(options: argparse.Namespace, sections: Sections) -> int:
     """Run one section in this process and hand over what it finds."""
     made = Options(
         device=options.device,
@@ -65,7 +66,7 @@ def run_section(options: argparse.Namespace) -> int:
     )
     found = Findings(made)
     try:
-        SECTIONS[options.run][0](made, found)
+        sections[options.run][0](made, found)
     except Skip as skip:
         answer(options.answer, found.to_dict() | {"skipped": str(skip)})
         return 0
@@ -78,7 +79,7 @@ def run_section(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_all(options: argparse.Namespace) -> int:
+def run_all(options: argparse.Namespace, sections: Sections, *, script: str) -> int:
     """Run every section within the budget; return 0 when all that ran is in order."""
     deadline = time.monotonic() + options.budget
     results: dict[str, Any] = {"machine": machine(options.device), "sections": {}}
@@ -88,11 +89,11 @@ def run_all(options: argparse.Namespace) -> int:
         if left < 15:
             results["sections"][name] = {"skipped": "out of budget"}
         else:
-            limit_s = min(SECTIONS[name][1], left)
+            limit_s = min(sections[name][1], left)
             print(f"== {name} (at most {limit_s:.0f} s)", flush=True)
             passed_on = ["--device", options.device, *(["--small"] if options.small else [])]
             arguments = [*passed_on, "--run", name, "--limit", str(max(limit_s - 5, 5))]
-            results["sections"][name] = run_child(__file__, arguments, limit_s=limit_s)
+            results["sections"][name] = run_child(script, arguments, limit_s=limit_s)
         _show(name, results["sections"][name])
         Path(options.out).write_text(json.dumps(results, indent=1))
     verdicts = {name: verdict(found) for name, found in results["sections"].items()}
@@ -120,25 +121,27 @@ def _show(name: str, found: dict[str, Any]) -> None:
     print(f"  {name}: {verdict(found)}, {found.get('seconds', 0)} s", flush=True)
 
 
-def parse() -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(about: str, sections: Sections, *, out: str) -> argparse.Namespace:
+    """Return the options of a script that says ``about`` of itself."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--device", default="cuda:0", help="cuda:0, or cpu to try it")
     parser.add_argument("--small", action="store_true", help="models of a few megabytes")
-    parser.add_argument("--out", default="gpu_check.json", help="file of the findings")
-    parser.add_argument("--sections", default="", help=f"of: {', '.join(SECTIONS)}")
+    parser.add_argument("--out", default=out, help="file of the findings")
+    parser.add_argument("--sections", default="", help=f"of: {', '.join(sections)}")
     parser.add_argument("--budget", type=float, default=560, help="seconds for all sections")
-    parser.add_argument("--run", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--run", choices=sections, help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, default=60, help=argparse.SUPPRESS)
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.sections = options.sections.split(",") if options.sections else [*SECTIONS]
-    unknown = [name for name in options.sections if name not in SECTIONS]
+    options.sections = options.sections.split(",") if options.sections else [*sections]
+    unknown = [name for name in options.sections if name not in sections]
     if unknown:
-        parser.error(f"unknown sections {', '.join(unknown)}; known: {', '.join(SECTIONS)}")
+        parser.error(f"unknown sections {', '.join(unknown)}; known: {', '.join(sections)}")
     return options
 
 
 if __name__ == "__main__":
-    given = parse()
-    sys.exit(run_section(given) if given.run else run_all(given))
+    given = parse(__doc__, SECTIONS, out="gpu_check.json")
+    sys.exit(
+        run_section(given, SECTIONS) if given.run else run_all(given, SECTIONS, script=__file__)
+    )

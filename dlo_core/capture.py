@@ -231,6 +231,8 @@ def _check(engine: Engine, backend: Backend) -> None:
     why = None
     if not backend.capabilities.graph_capture:
         why = f"the backend {backend.name!r} captures no graphs"
+    elif engine.choice is not None:
+        why = "packed='auto' may change what is copied; use packed=True or False"
     elif engine.transfer.gathers:
         why = (
             "blocks are gathered from other ranks, and gathers are not captured; use "

@@ -51,6 +51,10 @@ class OffloadConfig:
         load_timeout_s: Seconds that the ranks wait for each other while loading.
         strict: Whether a checkpoint that does not fit the model is an error. False: the model's own
             values are used when every tensor has some, with a warning.
+        packed: Whether bf16 weights travel and wait packed, without losing a bit, and are decoded
+            right before each block computes; see docs/packed.md. ``"auto"``: loaded raw, and packed
+            when the first passes show that it is faster; where nothing is gathered.
+        verify_packed: Whether packed weights are decoded once and compared while loading.
         load_threads: Threads that read a checkpoint at once; None: one a CPU that this process may
             use, at most 16. Ranks may differ.
         direct_io: Read checkpoints past the page cache (``O_DIRECT``). Ranks may differ.
@@ -70,6 +74,8 @@ class OffloadConfig:
     timeout_s: float = 600.0
     load_timeout_s: float = 1800.0
     strict: bool = True
+    packed: bool | Literal["auto"] = False
+    verify_packed: bool = True
     load_threads: int | None = None
     direct_io: bool = False
 
@@ -79,9 +85,11 @@ class OffloadConfig:
         Raises:
             ConfigError: Names the setting, what was got and what is wanted.
         """
-        for name in ("use_allgather", "strict", "direct_io"):
+        for name in ("use_allgather", "strict", "direct_io", "verify_packed"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False; got {getattr(self, name)!r}")
+        if not isinstance(self.packed, bool) and self.packed != "auto":
+            raise ConfigError(f"packed must be True, False or 'auto'; got {self.packed!r}")
         if not _is_int(self.depth) or self.depth < 2:
             raise ConfigError(
                 "depth must be a whole number of at least 2 (the current block and the next "

@@ -26,6 +26,7 @@ from dlo_core.interface import (
     Collective,
     MemoryInfo,
 )
+from dlo_core.packed_torch import TorchCodec
 from dlo_core.pages import PageableAllocator, PageableBuffer
 from dlo_core.rawbytes import move_bytes
 from dlo_core.registry import hookimpl
@@ -118,6 +119,14 @@ def _copy_strided(dst: torch.Tensor, src: torch.Tensor) -> None:
     dst.copy_(src)
 
 
+class CpuCodec(TorchCodec):
+    """Decodes on whichever stream is current."""
+
+    def decode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Queue the decoding."""
+        current_stream().run(partial(super().decode, rows, out))
+
+
 class CpuBackend(Backend):
     """The CPU as a device with a copy and a comm stream of its own."""
 
@@ -161,6 +170,10 @@ class CpuBackend(Backend):
         """Queue the copy; contiguous bytes move without the interpreter."""
         dense = dst.is_contiguous() and src.is_contiguous()
         current_stream().run(partial(move_bytes if dense else _copy_strided, dst, src))
+
+    def codec(self) -> CpuCodec:
+        """Return the codec in torch's operations."""
+        return CpuCodec()
 
     def new_check(self) -> CpuCheck:
         """Return a new comparison."""

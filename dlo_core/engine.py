@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from dlo_core.agreement import LoneAgreement
 from dlo_core.attributes import find_attributes
 from dlo_core.binding import BlockBinding
+from dlo_core.coder import codec_of
 from dlo_core.errors import AgreementError, UseError
 from dlo_core.hooks import Hooks
 from dlo_core.layout import BlockLayout
-from dlo_core.loader import count_shard_nbytes, load_blocks, load_shards
-from dlo_core.plan import plan_ring, resident_numbers
+from dlo_core.loader import count_shard_nbytes, load_blocks, load_packed, load_shards
+from dlo_core.packed_store import PackedStore
+from dlo_core.plan import decoded_nbytes, plan_ring, resident_numbers
 from dlo_core.progress import LoadProgress, reporting
 from dlo_core.readback import ReadBack
 from dlo_core.refresh import new_tensors, spec_of
@@ -32,8 +36,10 @@ from dlo_core.streamer import Streamer
 from dlo_core.tape import FirstPass, Tape, agreed
 from dlo_core.transfer import (
     BlockTimes,
+    DecodedHome,
     InPlaceTransfer,
     LocalTransfer,
+    PackedUnpack,
     RawUnpack,
     StagedTransfer,
     Transfer,
@@ -49,7 +55,9 @@ if TYPE_CHECKING:
     from dlo_core.config import OffloadConfig
     from dlo_core.host import HostStore
     from dlo_core.interface import Backend, Collective
+    from dlo_core.packed_cut import PackedCut
     from dlo_core.plan import ModelPlan
+    from dlo_core.shard import ShardPlan
     from dlo_core.slots import Slot
     from dlo_core.tape import Agree
 
@@ -120,6 +128,7 @@ class Engine:
         self.streamers: list[Streamer] = []
         self.states: list[ModelState] = []
         self.edited = False
+        self.choice: Choice | None = None
         self.watch: Watch | None = None
         self._hooks: list[Hooks] = []
         self._waves = itertools.count(1)
@@ -137,6 +146,17 @@ class Engine:
         rank = self.collective.rank
         total = count_shard_nbytes(self.plans, rank) if self.store.reads else 0
         with reporting(progress, total) as report:
+            if isinstance(self.store, PackedStore):
+                load_packed(
+                    self.plans,
+                    self.store,
+                    rank=rank,
+                    digest=digest,
+                    report=report,
+                    remainders=hosts,
+                    threads=self._load_threads,
+                )
+                return
             load_shards(
                 self.plans,
                 self.store,
@@ -160,6 +180,7 @@ class Engine:
                 number: self.shards[number].padded_nbytes
                 for number in resident_numbers(self.plans, self._residents)
             },
+            decoded_nbytes=decoded_nbytes(self.plans),
         )
 
     def _make_blocks(self, digest: bytes) -> list[TravellingBlock]:
@@ -180,16 +201,20 @@ class Engine:
         return made
 
     def _make_transfer(self, config: OffloadConfig) -> Transfer:
+        packed = self.pool.decoded is not None
+        home = DecodedHome(self.pool, codec_of(self._backend)) if packed else None
+        feed = self.store.feed()
         if self.collective.size == 1:
-            return LocalTransfer(self._backend, self.pool, self.blocks, feed=self.store.feed())
+            return LocalTransfer(self._backend, self.pool, self.blocks, home=home, feed=feed)
         kind = StagedTransfer if config.stages else InPlaceTransfer
         return kind(
             self._backend,
             self.pool,
             self.blocks,
             collective=self.collective,
-            unpack=RawUnpack(self._backend),
-            feed=self.store.feed(),
+            unpack=PackedUnpack() if packed else RawUnpack(self._backend),
+            home=home,
+            feed=feed,
         )
 
     def prepare(self, agreement: Agreement) -> None:
@@ -233,6 +258,7 @@ class Engine:
                 pool=self.pool,
                 pass_start=self._backend.new_event(timing=True),
                 rank=agreement.rank,
+                before_pass=partial(_ask, weakref.ref(self)),
             )
             self.streamers.append(streamer)
             state = self._make_state(plan, streamer)
@@ -280,6 +306,38 @@ class Engine:
             for index, placeholder in enumerate(binding.placeholders)
         }
         return ModelState(plan.model, placeholders, readback)
+
+    def let_choose(self, choice: Choice) -> None:
+        """Ask ``choice`` before each pass from now on."""
+        self.choice = choice
+
+    def change_form(
+        self, store: HostStore, shards: Sequence[ShardPlan | PackedCut], decoded: Slot | None
+    ) -> None:
+        """Let the same values travel in another form; between two passes, nothing is under way.
+
+        Args:
+            store: Has them in that form.
+            shards: How the blocks are cut in it.
+            decoded: Where they compute if they are packed.
+        """
+        if self.pool.decoded is not None:
+            for streamer in self.streamers:
+                for binding in streamer.bindings:
+                    binding.forget(self.pool.decoded)
+        self.store, self.shards, self.pool.decoded = store, list(shards), decoded
+        for number, shard in enumerate(self.shards):
+            # The transfer has this list.
+            parts = store.parts(number)
+            self.blocks[number] = replace(self.blocks[number], plan=shard, shard=parts)
+        home = None if decoded is None else DecodedHome(self.pool, codec_of(self._backend))
+        self.transfer.use(home)
+        for state in self.states:
+            state.readback.use(store)
+        for streamer in self.streamers:
+            streamer.tape.forget()
+            streamer.guarded(streamer.residents.renew, streamer.residents.numbers)
+        self.pool.owner.prefetch()
 
     def load_residents(self) -> None:
         """Load the blocks that stay, and wait until they are there; still no model is touched.
@@ -450,7 +508,7 @@ class Engine:
         block = number - streamer.first_block
         streamer.wait_for(slot, block)
         run = torch.empty(self.layouts[number].nbytes, dtype=torch.uint8, device="cpu")
-        self._backend.copy(run, slot.buffer[: run.nbytes])
+        self._backend.copy(run, self.transfer.home(slot).buffer[: run.nbytes])
         self._backend.current_stream().synchronize()
         # The comparison of the trailers is done by now.
         streamer.check(slot, block)
@@ -548,6 +606,23 @@ def _attribute_run(plan: ModelPlan) -> torch.Tensor:
 
 def _tensors(layout: BlockLayout, run: torch.Tensor) -> list[torch.Tensor]:
     return [tensor_from(spec, run) for spec in layout.tensors]
+
+
+class Choice(Protocol):
+    """The choice of the form in which weights travel."""
+
+    packed: bool
+    reason: str
+
+    def before_pass(self, streamer: Streamer) -> None:
+        """Change the form, if it is time; between two passes."""
+
+
+def _ask(engine: weakref.ref[Engine], streamer: Streamer) -> None:
+    """Ask the choice, if there is one; weakly, so that an engine ends with its last user."""
+    alive = engine()
+    if alive is not None and alive.choice is not None:
+        alive.choice.before_pass(streamer)
 
 
 class _AgreeAlone:

@@ -151,6 +151,14 @@ class HostStore(ABC):
             if low < high:
                 move_bytes(part[low - at : high - at], data[low - start : high - start])
 
+    def flush(self) -> None:
+        """Bring what ``write`` was given into the shards, where it waits for more.
+
+        Raises:
+            UseError: It does not fit.
+        """
+        return
+
     def _own_parts(self, index: int) -> tuple[Part, ...]:
         if not self.reads:
             raise UseError(_PAGES)

@@ -2,7 +2,7 @@
 
 Streams and events are Protocols, because torch's own classes already satisfy them and the hot
 path carries no wrappers. Everything else that a vendor writes is ``Backend`` with its
-``PinnedAllocator``, ``Collective`` and ``Check``.
+``PinnedAllocator``, ``Collective`` and ``Check``; a ``Codec`` where there is a fast one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ __all__ = [
     "Backend",
     "Capabilities",
     "Check",
+    "Codec",
     "Collective",
     "Event",
     "Graph",
@@ -246,6 +247,50 @@ class Check(ABC):
         """Return whether any comparison that is done so far found a difference. Never waits."""
 
 
+class Codec(ABC):
+    """Packs and unpacks weights on the device, on the current stream.
+
+    The format is specified in docs/packed.md. All tensors are contiguous and on the device; runs,
+    rows and outputs are ``uint8``. A run has whole chunks of 8192 bytes.
+    """
+
+    @abstractmethod
+    def count(self, run: torch.Tensor, ranks: torch.Tensor, table_of: torch.Tensor) -> torch.Tensor:
+        """Return what coding would give: ``int32``, four numbers a chunk.
+
+        Args:
+            run: What is packed.
+            ranks: ``uint8``, one row of 256 a table: the rank of each exponent; 255: it has none.
+            table_of: ``int32``, the table of each chunk; negative: it is to be raw, and only the
+                checksum counts.
+
+        Returns:
+            Codes of the second level, codes of the third level, patches, and the checksum.
+        """
+
+    @abstractmethod
+    def write(self, run: torch.Tensor, ranks: torch.Tensor, row: torch.Tensor) -> None:
+        """Write the blobs of a run's chunks into ``row``.
+
+        Args:
+            run: What is packed.
+            ranks: As in ``count``.
+            row: Has header, entries and tables already, and zeros where the blobs go.
+        """
+
+    @abstractmethod
+    def decode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode packed rows; touches nothing outside of ``rows`` and ``out``, whatever they hold.
+
+        Args:
+            rows: One a rank, each beginning with a segment.
+            out: Gets what they hold, one behind the other; whole chunks, equally many of each row.
+
+        Raises:
+            ValueError: The rows cannot hold so many chunks.
+        """
+
+
 class Seal(ABC):
     """Spoils what a pass returned, if gathers were given up before the device came to its end.
 
@@ -352,6 +397,10 @@ class Backend(ABC):
             Names and values, with a remark where a value costs something. Nothing is started.
         """
         return {}
+
+    def codec(self) -> Codec | None:
+        """Return a fast codec for packed weights; None: the one in torch's operations is used."""
+        return None
 
     def refusal(self, tensor: torch.Tensor) -> str | None:
         """Return why the bytes of a tensor of this device mean nothing elsewhere, or None.

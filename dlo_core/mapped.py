@@ -21,7 +21,7 @@ from dlo_core.errors import CheckpointError, ConfigError
 from dlo_core.feed import DirectFeed, FeedError
 from dlo_core.host import HostBytes, HostStore, register_ranges
 from dlo_core.rawbytes import move_bytes
-from dlo_core.shard import TRAILER_NBYTES, trailer
+from dlo_core.shard import TRAILER_NBYTES, ShardPlan, trailer
 from dlo_core.source import StoredTensor
 from dlo_core.staging import StagingFeed
 from dlo_core.worker import Worker
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dlo_core.interface import Event, HostBuffer, PinnedAllocator, Registration
     from dlo_core.layout import BlockLayout
     from dlo_core.plan import ModelPlan
-    from dlo_core.shard import Piece, ShardPlan
+    from dlo_core.shard import Piece
 
 __all__ = ["PageReader", "PagesStore", "StagedStore", "why_not_mapped"]
 
@@ -53,6 +53,8 @@ def why_not_mapped(plans: Sequence[ModelPlan]) -> str | None:
                 source = plan.sources[spec.name]
                 if not isinstance(source, StoredTensor) or source.recipe.dense is None:
                     return f"{spec.name!r} does not come from the checkpoint as it is stored"
+                if source.packed:
+                    return f"{spec.name!r} is packed in the checkpoint"
                 if not spec.row_major:
                     return f"{spec.name!r} has strides {spec.stride}, and a file is row-major"
     return None
@@ -66,6 +68,7 @@ class _Shards:
             (plan, layout, cut)
             for plan in plans
             for layout, cut in zip(plan.layouts, plan.shards, strict=True)
+            if isinstance(cut, ShardPlan)
         ]
         self.sizes = [cut.nbytes for _, _, cut in self.rows]
         self._rank = rank

@@ -18,6 +18,8 @@ from dlo_core.discovery import FoundBlock, find_blocks
 from dlo_core.errors import CheckpointError, ConfigError, DloWarning
 from dlo_core.inventory import Inventory, Owned, take_inventory
 from dlo_core.layout import BlockLayout, TensorSpec
+from dlo_core.packed_cut import PackedCut
+from dlo_core.packed_format import CHUNK_NBYTES
 from dlo_core.post_load import Made, PostLoad, make_values, meta_attributes
 from dlo_core.residency import Budget, Ring, choose_residents, ring_of
 from dlo_core.shard import ShardPlan, trailers_nbytes
@@ -43,6 +45,7 @@ __all__ = [
     "Footprint",
     "Loading",
     "ModelPlan",
+    "decoded_nbytes",
     "files_of",
     "own_values",
     "plan_model",
@@ -79,7 +82,7 @@ class ModelPlan:
     model: nn.Module
     inventory: Inventory
     layouts: tuple[BlockLayout, ...]
-    shards: tuple[ShardPlan, ...]
+    shards: tuple[ShardPlan | PackedCut, ...]
     remainder: BlockLayout
     sources: dict[str, Source]
     checkpoint: Checkpoint | None
@@ -121,6 +124,7 @@ class Footprint:
         pageable_nbytes: Of ``host_nbytes``, what is neither.
         staging_nbytes: Of ``host_nbytes``, buffers through which the mapped tier goes.
         residents_nbytes: Blocks that stay on the device; while they are there.
+        decoded_nbytes: Where blocks that travel packed compute, or may come to.
     """
 
     slots_nbytes: int
@@ -134,11 +138,12 @@ class Footprint:
     pageable_nbytes: int = 0
     staging_nbytes: int = 0
     residents_nbytes: int = 0
+    decoded_nbytes: int = 0
 
     @property
     def device_nbytes(self) -> int:
         """All bytes on the device."""
-        ring = self.slots_nbytes + self.stages_nbytes
+        ring = self.slots_nbytes + self.stages_nbytes + self.decoded_nbytes
         return ring + self.residents_nbytes + self.remainder_nbytes + self.trailers_nbytes
 
 
@@ -217,15 +222,17 @@ def plan_model(
             opened.checkpoint.close()
         raise
     attributes = _place_attributes(model, inventory, sources, device_type)
+    # Packed, each tensor begins at a chunk.
+    step = max(alignment, CHUNK_NBYTES) if config.packed else alignment
     layouts = tuple(
-        BlockLayout.pack(block.name, (_spec(item, sources) for item in owned), alignment)
+        BlockLayout.pack(block.name, (_spec(item, sources) for item in owned), step)
         for block, owned in zip(inventory.blocks, inventory.streamed, strict=True)
     )
     return ModelPlan(
         model,
         inventory,
         layouts,
-        tuple(ShardPlan.cut(layout.nbytes, size, alignment) for layout in layouts),
+        _cuts(layouts, size, alignment, packed=config.packed is True),
         BlockLayout.pack("", (_spec(item, sources) for item in inventory.remainder), alignment),
         sources,
         None if opened is None else opened.checkpoint,
@@ -233,6 +240,14 @@ def plan_model(
         attributes,
         BlockLayout.pack("", (_spec(item, sources) for item in attributes), alignment),
     )
+
+
+def _cuts(
+    layouts: Sequence[BlockLayout], size: int, alignment: int, *, packed: bool
+) -> tuple[ShardPlan | PackedCut, ...]:
+    if packed:
+        return tuple(PackedCut.cut(layout.nbytes, size, alignment) for layout in layouts)
+    return tuple(ShardPlan.cut(layout.nbytes, size, alignment) for layout in layouts)
 
 
 _NO_CONVERT = (
@@ -399,15 +414,14 @@ def plan_residents(plans: Sequence[ModelPlan], config: OffloadConfig) -> tuple[f
     Raises:
         ConfigError: There are not so many, or the budget is too small.
     """
+    fixed_nbytes = _remainder_nbytes(plans) + _trailers_nbytes(plans) + _most_decoded(plans, config)
     return choose_residents(
         [plan.shards for plan in plans],
         config.resident_layers,
         placement=config.resident_placement,
         depth=config.depth,
         stages=_num_stages(plans, config),
-        budget=Budget(
-            config.device_budget_bytes, _remainder_nbytes(plans) + _trailers_nbytes(plans)
-        ),
+        budget=Budget(config.device_budget_bytes, fixed_nbytes),
     )
 
 
@@ -454,7 +468,20 @@ def predict(
             for plan, stay in zip(plans, residents, strict=True)
             for number in stay
         ),
+        decoded_nbytes=_most_decoded(plans, config),
     )
+
+
+def decoded_nbytes(plans: Sequence[ModelPlan]) -> int:
+    """Return the bytes of the largest block decoded; 0 where blocks travel as they compute."""
+    return max(cut.decoded_nbytes for plan in plans for cut in plan.shards)
+
+
+def _most_decoded(plans: Sequence[ModelPlan], config: OffloadConfig) -> int:
+    """Return what ``decoded_nbytes`` is, or may become."""
+    if config.packed == "auto":
+        return max(layout.nbytes for plan in plans for layout in plan.layouts)
+    return decoded_nbytes(plans)
 
 
 def _num_stages(plans: Sequence[ModelPlan], config: OffloadConfig) -> int:

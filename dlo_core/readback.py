@@ -57,6 +57,10 @@ class ReadBack:
         self._backend = backend
         self._pool = pool
 
+    def use(self, store: HostStore) -> None:
+        """Read from another store from now on, which holds the same values."""
+        self._store = store
+
     @property
     def gathers(self) -> bool:
         """Whether the values are spread over the ranks, so that all of them must read alike."""
@@ -162,7 +166,7 @@ class ReadBack:
         run = None
         if receive:
             run = empty_host_run(self.layout(number).nbytes)
-            self._backend.copy(run, slot.buffer[: run.nbytes])
+            self._backend.copy(run, self._transfer.home(slot).buffer[: run.nbytes])
             self._backend.current_stream().synchronize()
         # Where the rank waited, the comparison of the trailers is done by now.
         self._streamer.check(slot, block)

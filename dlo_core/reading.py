@@ -132,6 +132,13 @@ class Work:
             place = (str(stored.path), offset)
             self._stored.append((place, checkpoint, piece))
 
+    def add_extent(
+        self, checkpoint: Checkpoint, stored: CheckpointTensor, offset: int, out: memoryview
+    ) -> None:
+        """Add bytes of a file as they lie there, from ``offset`` on."""
+        place = (str(stored.path), offset)
+        self._stored.append((place, checkpoint, Extent(stored, offset, out)))
+
     def take_part(self, part: tuple[int, int]) -> None:
         """Keep the ``part[0]``-th of ``part[1]`` nearly equal parts, in the order of the files."""
         index, count = part

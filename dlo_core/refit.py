@@ -170,6 +170,7 @@ class Refit:
                 target = self._accept(name, value, told, hashed=checked is None)
                 if target is not None:
                     self._write(target, value, told)
+            self._engine.store.flush()
         # Every rank must hear of it, whatever it is.
         except BaseException as error:
             problem = error

@@ -9,20 +9,22 @@ from __future__ import annotations
 import json
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from dlo_core.errors import CheckpointError
+from dlo_core.packed_format import VERSION, count_chunks, index_nbytes
 from dlo_core.page_cache import advise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["DTYPES", "CheckpointTensor", "SafetensorsFile", "read_header", "refuse"]
+__all__ = ["DTYPES", "PACKED_KEY", "CheckpointTensor", "SafetensorsFile", "read_header", "refuse"]
 
+PACKED_KEY = "dlo.packed"
 _PREFIX = 8
 _MAX_HEADER = 100_000_000  # the format's own limit
 _TOO_LARGE = 1 << 63
@@ -77,6 +79,8 @@ class CheckpointTensor:
         shape: Its shape.
         offset: First byte in the file.
         nbytes: Length in bytes.
+        packed_nbytes: Bytes of the segment in the file, where the tensor is packed; 0: it lies
+            there as it is. See ``packed_format.py``.
     """
 
     name: str
@@ -85,6 +89,7 @@ class CheckpointTensor:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    packed_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,7 @@ class SafetensorsFile:
         mtime_ns: When it was last written to, as the file system says.
         place: Device and number by which the file system knows it.
         tensors: By key, in the header's order.
+        metadata: What the file says of itself.
     """
 
     path: Path
@@ -104,6 +110,7 @@ class SafetensorsFile:
     mtime_ns: int
     place: tuple[int, int]
     tensors: dict[str, CheckpointTensor]
+    metadata: dict[str, str]
 
 
 def read_header(path: Path) -> SafetensorsFile:
@@ -117,18 +124,54 @@ def read_header(path: Path) -> SafetensorsFile:
     header = _parse(path, raw)
     start = _PREFIX + len(raw)
     span = (start, status.st_size - start)
-    _check_metadata(path, header.pop("__metadata__", {}))
+    metadata = _check_metadata(path, header.pop("__metadata__", {}))
     tensors = {name: _tensor(path, name, entry, span) for name, entry in header.items()}
     _check_tiling(path, tensors.values(), span)
+    if PACKED_KEY in metadata:
+        tensors |= _packed(path, tensors, metadata[PACKED_KEY])
     place = status.st_dev, status.st_ino
-    return SafetensorsFile(path, status.st_size, status.st_mtime_ns, place, tensors)
+    return SafetensorsFile(path, status.st_size, status.st_mtime_ns, place, tensors, metadata)
 
 
-def _check_metadata(path: Path, metadata: Any) -> None:
+def _packed(
+    path: Path, tensors: dict[str, CheckpointTensor], text: str
+) -> dict[str, CheckpointTensor]:
+    """Return the packed tensors as what they hold."""
+    try:
+        told = json.loads(text)
+        version, entries = told["version"], dict(told["tensors"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} has damaged metadata {PACKED_KEY!r} ({error!r}); pack it again"
+        ) from error
+    if version != VERSION:
+        refuse(path, f"was packed in version {version!r:.20}, this dlo reads {VERSION}")
+    made = {}
+    for name, entry in entries.items():
+        stored, shape = tensors.get(name), entry.get("shape") if isinstance(entry, dict) else None
+        if stored is None or stored.dtype != torch.uint8 or len(stored.shape) != 1:
+            refuse(path, "is packed by the metadata, but is no run of bytes in the file", name)
+        if shape is None or entry.get("dtype") != "BF16" or not _are_counts(shape):
+            refuse(path, f"is packed as {entry!r:.80}; wanted BF16 and a shape", name)
+        nbytes = _nbytes(shape, torch.bfloat16)
+        if index_nbytes(count_chunks(nbytes), 0) > stored.nbytes:
+            refuse(path, f"is packed in {stored.nbytes:,} bytes, too few for {shape}", name)
+        made[name] = replace(
+            stored,
+            dtype=torch.bfloat16,
+            shape=tuple(shape),
+            nbytes=nbytes,
+            packed_nbytes=stored.nbytes,
+        )
+    return made
+
+
+def _check_metadata(path: Path, metadata: Any) -> dict[str, str]:
     fits = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     # Null stands for no metadata.
     if not fits and metadata is not None:
         refuse(path, "has a __metadata__ that is no object of strings; the file is damaged")
+    return metadata or {}
 
 
 def refuse(path: Path, text: str, name: str | None = None) -> NoReturn:

@@ -85,6 +85,11 @@ class ShardPlan:
         return self.nbytes * self.size
 
     @property
+    def decoded_nbytes(self) -> int:
+        """Bytes that the block needs beside its slot: none, for it computes there."""
+        return 0
+
+    @property
     def spill_start(self) -> int:
         """First byte of the spill in the gathered run."""
         return self.padded_nbytes - TRAILER_NBYTES * self.size

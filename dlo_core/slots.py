@@ -33,6 +33,7 @@ class Slot:
         reader: The stream that read this fill last, and recorded ``drained``; None: nobody yet.
         bound: How many calls of a block use it now.
         stays: Whether it belongs to one block, which stays in it.
+        turn: How often it was filled.
     """
 
     index: int
@@ -46,6 +47,7 @@ class Slot:
     reader: Any = None
     bound: int = 0
     stays: bool = False
+    turn: int = 0
 
     @classmethod
     def new(cls, backend: Backend, index: int, nbytes: int, *, stays: bool = False) -> Slot:
@@ -105,6 +107,7 @@ class Pool:
         slots: At most ``depth`` of them.
         stages: Two or none.
         residents: The slots of the blocks that stay, by block number; one without bytes is dropped.
+        decoded: Where blocks that travel packed compute; None where they compute in their slots.
         owner: The tape whose fills they hold now.
         lock: Held by the thread that is inside a pass.
         failure: What closed the pool for good, if anything did.
@@ -117,6 +120,7 @@ class Pool:
     slots: tuple[Slot, ...]
     stages: tuple[Stage, ...] = ()
     residents: dict[int, Slot] = field(default_factory=dict)
+    decoded: Slot | None = None
     owner: Any = None
     failure: BaseException | None = None
     spoiled: bool = False
@@ -134,6 +138,7 @@ class Pool:
         num_stages: int,
         stage_nbytes: int,
         residents: Mapping[int, int] | None = None,
+        decoded_nbytes: int = 0,
     ) -> Pool:
         """Allocate the buffers and make their events.
 
@@ -144,6 +149,7 @@ class Pool:
             num_stages: Stages.
             stage_nbytes: Bytes of each.
             residents: Bytes of each block that stays, by block number.
+            decoded_nbytes: Bytes of the largest block decoded; 0: nothing travels packed.
         """
         slots = tuple(Slot.new(backend, index, slot_nbytes) for index in range(num_slots))
         stages = tuple(
@@ -159,13 +165,15 @@ class Pool:
             number: Slot.new(backend, num_slots + number, nbytes, stays=True)
             for number, nbytes in (residents or {}).items()
         }
-        return cls(slots, stages, staying)
+        decoded = Slot.new(backend, -1, decoded_nbytes) if decoded_nbytes else None
+        return cls(slots, stages, staying, decoded)
 
     def twin(self, backend: Backend) -> Pool:
         """Return a pool over the same slots' buffers, with events of its own; it holds nothing."""
         slots = tuple(slot.twin(backend) for slot in self.slots)
         residents = {number: slot.twin(backend) for number, slot in self.residents.items()}
-        return Pool(slots, residents=residents, torn=self.torn, lock=self.lock)
+        home = None if self.decoded is None else self.decoded.twin(backend)
+        return Pool(slots, residents=residents, decoded=home, torn=self.torn, lock=self.lock)
 
     @property
     def busy(self) -> bool:
@@ -174,8 +182,9 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots and stages that blocks stream through."""
+        """Bytes of all slots and stages that blocks stream through, and of the decoded block."""
         buffers = [part.buffer for part in self.slots] + [part.buffer for part in self.stages]
+        buffers += [self.decoded.buffer] if self.decoded is not None else []
         return sum(buffer.nbytes for buffer in buffers)
 
     @property
@@ -194,4 +203,5 @@ class Pool:
         self.slots = ()
         self.stages = ()
         self.residents = {}
+        self.decoded = None
         self.owner = None

@@ -14,7 +14,8 @@ import torch
 from dlo_core.errors import CheckpointError, ConfigError
 from dlo_core.key_map import map_keys
 from dlo_core.layout import TensorSpec, contiguous_stride
-from dlo_core.pieces import Extent, Laid, pieces_of
+from dlo_core.packed_read import unpacking
+from dlo_core.pieces import pieces_of
 from dlo_core.rawbytes import bytes_of, move_bytes
 from dlo_core.reading import Computed, Moved, Work, memory_of
 from dlo_core.recipe import Recipe
@@ -129,11 +130,18 @@ class StoredTensor(_Readable):
         """The shape of the made tensor."""
         return self.recipe.shape
 
-    def pieces(
-        self, spec: TensorSpec, start: int, stop: int, out: memoryview
-    ) -> Iterator[Extent | Laid]:
+    def pieces(self, spec: TensorSpec, start: int, stop: int, out: memoryview) -> Iterator[Piece]:
         """Yield reads of just what these bytes need."""
-        return pieces_of(self.recipe, spec, start, stop, out)
+        for piece in pieces_of(self.recipe, spec, start, stop, out):
+            if piece.stored.packed_nbytes:
+                yield from unpacking(self.checkpoint, piece)
+            else:
+                yield piece
+
+    @property
+    def packed(self) -> bool:
+        """Whether any of the bytes lie packed in the file."""
+        return any(patch.stored.packed_nbytes for patch in self.recipe.patches)
 
     def canonical(self) -> list[object]:
         """Return the recipe."""

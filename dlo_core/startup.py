@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,13 +15,17 @@ from torch import nn
 from dlo_core._version import __version__
 from dlo_core.agreement import agree_on
 from dlo_core.binding import Placeholder
+from dlo_core.coder import Coder
 from dlo_core.collective import LoneCollective, release_group
 from dlo_core.compatibility import check_parallel
 from dlo_core.engine import Engine
 from dlo_core.errors import ConfigError, DloWarning
 from dlo_core.hooks import offload_of
 from dlo_core.ledger import Allotment, Wish, settle
+from dlo_core.loader import measure_packed
 from dlo_core.machine import Machine
+from dlo_core.packed_choice import PackedChoice
+from dlo_core.packed_cut import PackedCut
 from dlo_core.plan import (
     Footprint,
     Loading,
@@ -118,7 +123,6 @@ class _Decision:
     """What one rank plans.
 
     Attributes:
-        facts: Settings and layouts, which must be the same on every rank.
         digest: Of the layouts.
         residents: The numbers of the blocks that stay, of each model.
         footprint: The bytes that it takes.
@@ -127,7 +131,6 @@ class _Decision:
         kept: Shards that are used again instead of being read.
     """
 
-    facts: dict[str, str]
     digest: bytes
     residents: tuple[frozenset[int], ...]
     footprint: Footprint
@@ -169,20 +172,30 @@ class Startup:
         plans: list[ModelPlan] = []
         decision: _Decision | None = None
         made: _Made | None = None
+        facts: dict[str, str] = {}
+        samples: dict[str, str] = {}
         try:
             if problem is None:
                 self._plan(request, plans)
-                decision = self._decide(plans, request.salvage)
+                facts, samples = self._facts(plans, request.salvage)
+                if self._config.packed is not True:
+                    decision = self._decide(plans, request.salvage, samples)
+                elif request.salvage is not None:
+                    _drop(plans, "packed shards are not passed on")
                 made = _Made()
         # Every rank must hear of it, whatever it is.
         except BaseException as error:
             problem = error
         try:
             self._agreement.vote(problem, "offload()")
-            assert decision is not None
             assert made is not None
-            agree_on(self._agreement, decision.facts, "offload()")
-            self._compare_files(plans, decision)
+            agree_on(self._agreement, facts, "offload()")
+            self._compare_files(plans, samples)
+            if decision is None:
+                # Their sizes are in the weights, so all ranks must have the same weights by now.
+                plans[:] = self._measure(plans)
+                decide = partial(self._decide, plans, None, samples)
+                decision = do_together(self._agreement, "offload()", decide)
             return self._build(made, plans, decision, request.progress)
         except BaseException:
             for plan in plans:
@@ -190,7 +203,7 @@ class Startup:
                     plan.checkpoint.close()
             raise
 
-    def _compare_files(self, plans: Sequence[ModelPlan], decision: _Decision) -> None:
+    def _compare_files(self, plans: Sequence[ModelPlan], samples: dict[str, str]) -> None:
         """Refuse ranks that would read other values: by the files, or else by a sample of them.
 
         Raises:
@@ -198,7 +211,7 @@ class Startup:
         """
         if not self.gathers:
             return
-        mine = [decision.samples[name] for name in _files(plans)]
+        mine = [samples[name] for name in _files(plans)]
         everyone = self._agreement.exchange(mine, "offload()")
         if all(theirs == mine for theirs in everyone):
             return
@@ -222,6 +235,11 @@ class Startup:
         for model in models:
             _check_model(model)
             _check_layouts(model, self._backend)
+        if self._config.packed == "auto" and self.gathers:
+            raise ConfigError(
+                "packed='auto' is for ranks that do not gather: a gathered block is cut in another "
+                "way when it is packed; use packed=True or False, or use_allgather=False"
+            )
         if len({id(model) for model in models}) < len(models):
             raise ConfigError("the same model was given twice")
         _check_disjoint(models)
@@ -246,8 +264,13 @@ class Startup:
                 )
             )
 
-    def _decide(self, plans: Sequence[ModelPlan], salvage: Salvage | None) -> _Decision:
-        """Return what the plans come to; in rank-local mode only the mode must be the same."""
+    def _facts(
+        self, plans: Sequence[ModelPlan], salvage: Salvage | None
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Return what must be the same on every rank, and facts about the values.
+
+        In rank-local mode it is the mode alone.
+        """
         facts = {"dlo": __version__, "use_allgather": str(self._config.use_allgather)}
         samples: dict[str, str] = {}
         if self.gathers:
@@ -261,6 +284,40 @@ class Startup:
                 facts |= _facts_of(number, plan)
             samples = _samples(plans, salvage)
             facts |= {name: value for name, value in samples.items() if name not in _files(plans)}
+        return facts, samples
+
+    def _measure(self, plans: Sequence[ModelPlan]) -> list[ModelPlan]:
+        """Return the plans with the packed sizes, which the ranks tell each other."""
+        if self._backend.codec() is None:
+            warnings.warn(
+                f"packed=True: the backend {self._backend.name!r} has no codec of its own, so "
+                "weights are decoded by torch's operations, which is slow and lets the host wait",
+                DloWarning,
+                stacklevel=2,
+            )
+        coder = Coder(self._backend, verify=False)
+        rank = self._agreement.rank if self.gathers else 0
+        count = partial(measure_packed, plans, coder, rank=rank, threads=self._config.load_threads)
+        try:
+            mine = do_together(self._agreement, "packing", count)
+        finally:
+            coder.release()
+        told = self._agreement.exchange(mine, "the packed sizes") if self.gathers else [mine]
+        sizes = iter([max(each) for each in zip(*told, strict=True)])
+        return [
+            replace(
+                plan,
+                shards=tuple(
+                    cut.measured(next(sizes)) for cut in plan.shards if isinstance(cut, PackedCut)
+                ),
+            )
+            for plan in plans
+        ]
+
+    def _decide(
+        self, plans: Sequence[ModelPlan], salvage: Salvage | None, samples: dict[str, str]
+    ) -> _Decision:
+        """Return what the plans come to."""
         residents = plan_residents(plans, self._config)
         digest = hashlib.sha256()
         for plan in plans:
@@ -281,7 +338,7 @@ class Startup:
             # It has them already.
             wish = replace(wish, bounds=(), lock=None)
         footprint = predict(plans, self._config, residents)
-        return _Decision(facts, digest.digest(), residents, footprint, wish, samples, kept)
+        return _Decision(digest.digest(), residents, footprint, wish, samples, kept)
 
     def _kept(
         self,
@@ -304,15 +361,7 @@ class Startup:
             reason = salvage.why_not(digest=digest, samples=samples, place=place, host=host)
         if not reason:
             return salvage
-        for plan in plans:
-            if plan.checkpoint is None and any(
-                item.tensor.is_meta for owned in plan.inventory.streamed for item in owned
-            ):
-                raise ConfigError(
-                    f"reuse= cannot be honoured: {reason}; and there is nothing to read instead: "
-                    "pass checkpoint= too, or a model with its values"
-                )
-        _logger.warning("the shards of reuse= are not used, the weights are read: %s", reason)
+        _drop(plans, reason)
         return None
 
     def _build(
@@ -399,6 +448,9 @@ class Startup:
             shares=made.allotment.shares,
         )
         made.engine.prepare(self._agreement)
+        if self._config.packed == "auto":
+            coder = Coder(self._backend, verify=self._config.verify_packed)
+            made.engine.let_choose(PackedChoice(made.engine, coder, self._backend))
         if made.allotment.note:
             warnings.warn(made.allotment.note, DloWarning, stacklevel=2)
         return _with_host(decision, made)
@@ -540,6 +592,23 @@ def _samples(plans: Sequence[ModelPlan], salvage: Salvage | None) -> dict[str, s
         }
     # What is on meta has no values to look at.
     return {**salvage.samples, **facts} if salvage is not None and kept else facts
+
+
+def _drop(plans: Sequence[ModelPlan], reason: str) -> None:
+    """Say that a salvage is not used.
+
+    Raises:
+        ConfigError: There is nothing to read instead.
+    """
+    for plan in plans:
+        if plan.checkpoint is None and any(
+            item.tensor.is_meta for owned in plan.inventory.streamed for item in owned
+        ):
+            raise ConfigError(
+                f"reuse= cannot be honoured: {reason}; and there is nothing to read instead: "
+                "pass checkpoint= too, or a model with its values"
+            )
+    _logger.warning("the shards of reuse= are not used, the weights are read: %s", reason)
 
 
 def _check_model(model: object) -> None:

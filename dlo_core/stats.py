@@ -36,6 +36,7 @@ class BlockStats:
         overlap: 1 - exposed / transfer, not below 0; None when it did not run in the last pass.
         tier: Kind of host memory of its shard: pinned, shared, mapped or pageable.
         resident: Whether it stays on the device; its state is ``WAITING`` while it is dropped.
+        decode_ms: Milliseconds that decoding it took in the last pass; 0 where it is not packed.
     """
 
     name: str
@@ -46,6 +47,7 @@ class BlockStats:
     overlap: float | None
     tier: str = "pageable"
     resident: bool = False
+    decode_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,10 @@ class Stats:
         staging_bytes: Of ``host_bytes``, buffers through which the mapped tier goes.
         mapped_bytes: Bytes of shards that stay in the checkpoint's pages; not in ``host_bytes``.
         resident_bytes: Of ``device_bytes``, resident blocks.
+        packed_ratio: Bytes of the blocks as they travel to those that they compute from; None where
+            they are not packed.
+        decode_ms: Milliseconds that decoding took in the last pass.
+        packed_reason: With ``packed="auto"``, what was chosen and why.
     """
 
     device_bytes: int
@@ -90,6 +96,9 @@ class Stats:
     staging_bytes: int = 0
     mapped_bytes: int = 0
     resident_bytes: int = 0
+    packed_ratio: float | None = None
+    decode_ms: float = 0.0
+    packed_reason: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold."""

@@ -46,6 +46,7 @@ class Streamer:
         pool: Pool,
         pass_start: Event,
         rank: int,
+        before_pass: Callable[[Streamer], object] = lambda _: None,
     ) -> None:
         """Put the parts together.
 
@@ -59,6 +60,7 @@ class Streamer:
             pool: The slots.
             pass_start: A timing event.
             rank: In the shard group, for errors.
+            before_pass: Called between two passes of the model.
         """
         self.names = tuple(names)
         self.bindings = tuple(bindings)
@@ -72,6 +74,7 @@ class Streamer:
         self._transfer = transfer
         self._pool = pool
         self._rank = rank
+        self._before_pass = before_pass
         self._waited: dict[int, None] = {}
         self._loaded: set[int] = set()
         self._depth = [0] * len(self.names)
@@ -133,6 +136,7 @@ class Streamer:
         self._check_graph()
         if self.on_pass is not None:
             self.on_pass()
+        self._guard(self._before_pass, self)
         self._guard(self.tape.begin_pass)
         self._waited = {}
         self.raised = ""
@@ -328,10 +332,14 @@ class Streamer:
         slot: Slot = self._guard(self._find, number, block=block)
         try:
             self.wait_for(slot, block)
-            self.check(slot, block)
-            # A block that calls itself is bound already.
-            if not self._depth[block]:
-                self.bindings[block].bind(slot)
+            try:
+                self.check(slot, block)
+                # A block that calls itself is bound already.
+                if not self._depth[block]:
+                    self.bindings[block].bind(self._transfer.home(slot))
+            except BaseException:
+                self._transfer.release(slot, number)
+                raise
         except BaseException:
             self.tape.after(slot)
             raise
@@ -354,7 +362,7 @@ class Streamer:
         self._depth[block] -= 1
         try:
             if not self._depth[block]:
-                self.bindings[block].unbind(slot, raised=raised)
+                self.bindings[block].unbind(self._transfer.home(slot), raised=raised)
         finally:
             self.tape.after(slot)
             # Shut down from inside of the block: nothing is left to be ordered.

@@ -400,6 +400,7 @@ class Tape:
             self.num_skipped += 1
             return
         slot.tape, slot.fill, slot.reader = self, fill, None
+        slot.turn += 1
         self.num_fills += 1
         self._filler.fill(slot, block, fill)
         if self.n > self.depth:

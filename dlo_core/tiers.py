@@ -7,11 +7,14 @@ import os
 import warnings
 from typing import TYPE_CHECKING
 
+from dlo_core.coder import Coder
 from dlo_core.dtensor import is_dtensor, shard_groups
 from dlo_core.errors import ConfigError, DloWarning, HostMemoryError
 from dlo_core.host import HostStore, PrivateStore, SharedStore
 from dlo_core.ledger import Wish, spread
 from dlo_core.mapped import PagesStore, StagedStore, why_not_mapped
+from dlo_core.packed_cut import PackedCut
+from dlo_core.packed_store import PackedStore
 from dlo_core.pages import PageableAllocator
 from dlo_core.plan import files_of, own_values, sample_values
 
@@ -76,7 +79,7 @@ def make_wish(
     """
     sizes = tuple(shard.nbytes for plan in plans for shard in plan.shards)
     apart = "" if size == 1 else _why_apart(plans, members)
-    tiers = _tiers(config.host, backend.capabilities, plans, gathers=gathers, apart=apart)
+    tiers = _tiers(config, backend.capabilities, plans, gathers=gathers, apart=apart)
     return Wish(
         rank=rank,
         node=machine.node,
@@ -104,7 +107,7 @@ def make_store(
     segment: Segment | None,
     staying: Sequence[int] = (),
 ) -> HostStore:
-    """Return the store that was settled.
+    """Return the store that was settled, which packs what it is given where shards are packed.
 
     Args:
         allotment: What was settled.
@@ -119,6 +122,39 @@ def make_store(
     Raises:
         HostMemoryError: The memory cannot be had after all; nothing is kept.
     """
+    store = _make_store(
+        allotment,
+        config,
+        backend,
+        plans,
+        rank=rank,
+        digest=digest,
+        segment=segment,
+        staying=staying,
+    )
+    if config.packed is not True:
+        return store
+    return PackedStore(
+        store,
+        Coder(backend, verify=config.verify_packed),
+        [layout for plan in plans for layout in plan.layouts],
+        [cut for plan in plans for cut in plan.shards if isinstance(cut, PackedCut)],
+        backend=backend,
+        rank=rank,
+    )
+
+
+def _make_store(
+    allotment: Allotment,
+    config: OffloadConfig,
+    backend: Backend,
+    plans: Sequence[ModelPlan],
+    *,
+    rank: int,
+    digest: bytes,
+    segment: Segment | None,
+    staying: Sequence[int],
+) -> HostStore:
     sizes = [shard.nbytes for plan in plans for shard in plan.shards]
     if allotment.tier == "shared":
         assert segment is not None
@@ -199,7 +235,7 @@ def _mapped_store(
 
 
 def _tiers(
-    host: str | None,
+    config: OffloadConfig,
     capabilities: Capabilities,
     plans: Sequence[ModelPlan],
     *,
@@ -207,6 +243,17 @@ def _tiers(
     apart: str,
 ) -> tuple[str, ...]:
     """Return the tiers to try, the best first; the one that was given by name, or none."""
+    host = config.host
+    if config.packed and host == "mapped":
+        raise ConfigError(
+            f"host='mapped' cannot be had with packed={config.packed!r}: the checkpoint's pages "
+            "hold other bytes than travel; use host=None, 'pinned' or 'pageable'"
+        )
+    if config.packed == "auto" and host == "shared":
+        raise ConfigError(
+            "host='shared' cannot be had with packed='auto': memory that ranks share cannot change "
+            "under one of them; use packed=True or False, or host=None or 'pinned'"
+        )
     reason = why_not_mapped(plans) if host in (None, "mapped") else None
     if host == "shared" and gathers:
         raise ConfigError(
@@ -225,9 +272,10 @@ def _tiers(
     if host is not None:
         return (host,)
     tiers = ["pinned" if capabilities.pinned_memory else "pageable"]
-    if not gathers and not apart and _can_share(capabilities):
+    shares = config.packed != "auto" and _can_share(capabilities)
+    if not gathers and not apart and shares:
         tiers.append("shared")
-    if reason is None:
+    if reason is None and not config.packed:
         tiers.append("mapped")
     return tuple(tiers)
 

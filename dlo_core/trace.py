@@ -25,7 +25,7 @@ class Span:
     """One piece of work on one lane.
 
     Attributes:
-        lane: ``"compute"``, ``"wait"``, ``"copy"`` or ``"gather"``.
+        lane: ``"compute"``, ``"wait"``, ``"copy"``, ``"gather"`` or ``"decode"``.
         block: Dotted name of the block.
         start_ms: Milliseconds from the start of the pass; negative for what was prefetched before.
         end_ms: Milliseconds from the start of the pass.
@@ -60,7 +60,11 @@ def _spans(engine: Engine, streamer: Streamer) -> Iterator[Span]:
         if number in streamer.last_waited:
             if moved:
                 lanes.append(("wait", times.wait_start, times.wait_end))
-            lanes.append(("compute", times.wait_end, times.compute_end))
+            start = times.wait_end
+            if engine.pool.decoded is not None:
+                lanes.append(("decode", times.wait_end, times.decode_end))
+                start = times.decode_end
+            lanes.append(("compute", start, times.compute_end))
         for lane, start, end in lanes:
             begin, length = _elapsed(origin, start), _elapsed(start, end)
             if begin is not None and length is not None:
@@ -98,12 +102,22 @@ def collect_stats(engine: Engine) -> Stats:
         transfer_ms=moved_ms,
         overlap=_overlap(exposed_ms, moved_ms),
         blocks=blocks,
+        packed_ratio=_packed_ratio(engine),
+        decode_ms=sum(blocks[number].decode_ms for number in ran),
+        packed_reason=None if engine.choice is None else engine.choice.reason,
     )
+
+
+def _packed_ratio(engine: Engine) -> float | None:
+    if engine.pool.decoded is None:
+        return None
+    packed = sum(shard.nbytes * shard.size for shard in engine.shards)
+    return packed / sum(layout.nbytes for layout in engine.layouts)
 
 
 def _block_stats(engine: Engine, number: int, ran: bool, *, moved: bool) -> BlockStats:
     times, layout = engine.blocks[number].times, engine.layouts[number]
-    waited = ran and moved
+    waited, decoded = ran and moved, ran and engine.pool.decoded is not None
     exposed_ms = (_elapsed(times.wait_start, times.wait_end) or 0.0) if waited else 0.0
     moved_ms = _moved_ms(engine, number) if moved else 0.0
     return BlockStats(
@@ -115,6 +129,7 @@ def _block_stats(engine: Engine, number: int, ran: bool, *, moved: bool) -> Bloc
         overlap=_overlap(exposed_ms, moved_ms) if ran else None,
         tier=engine.store.tiers[number],
         resident=number in engine.pool.residents,
+        decode_ms=(_elapsed(times.wait_end, times.decode_end) or 0.0) if decoded else 0.0,
     )
 
 

@@ -14,6 +14,11 @@ A block that stays is loaded by the same steps into a slot of its own, between t
 memory may be what a computation used last, so the load first records slot.drained on the current
 stream. Nothing writes the slot while it is read, so each stream waits for slot.filled once a load.
 
+A block that travels packed is decoded by the stream that computes, right before: into the one
+buffer where all blocks compute, which is their *home*. So the slot is drained as soon as this is
+done, and the home has one event, drained, recorded behind each computation; another stream waits
+for it before it decodes or computes there.
+
 A pass that is captured as a graph runs over other events: see [Note: a captured pass] in
 ``capture.py``. Outside of it *drained* stands for the whole graph.
 
@@ -24,8 +29,8 @@ Where nothing is gathered the copy takes the gather's place; where the gather is
 itself is the stage, and *copied* stands for stage.filled. ``wait_event`` and ``record_event`` are
 called in this file and nowhere else.
 
-A fill is up to three steps: copy, gather, unpack. Each is an object, so that what travels and
-what computes can differ.
+A fill is up to three steps: copy, gather, unpack. Unpack and home are objects, so that what travels
+and what computes can differ.
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from dlo_core.errors import UseError
 from dlo_core.feed import DirectFeed
 from dlo_core.shard import TRAILER_NBYTES, ShardPlan, trailer
 
@@ -44,13 +50,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from dlo_core.feed import Feed, Part
-    from dlo_core.interface import Backend, Collective, Event, Stream
+    from dlo_core.interface import Backend, Codec, Collective, Event, Stream
+    from dlo_core.packed_cut import PackedCut
     from dlo_core.slots import Pool, Slot, Stage
 
 __all__ = [
     "BlockTimes",
+    "DecodedHome",
     "InPlaceTransfer",
     "LocalTransfer",
+    "PackedUnpack",
     "RawUnpack",
     "StagedTransfer",
     "Transfer",
@@ -70,17 +79,18 @@ class BlockTimes:
     gather_end: Event
     wait_start: Event
     wait_end: Event
+    decode_end: Event
     compute_end: Event
 
     @classmethod
     def new(cls, backend: Backend) -> BlockTimes:
         """Make the events, unrecorded."""
-        return cls(*(backend.new_event(timing=True) for _ in range(7)))
+        return cls(*(backend.new_event(timing=True) for _ in range(8)))
 
     @classmethod
     def none(cls, backend: Backend) -> BlockTimes:
         """Make events that take no time."""
-        return cls(*[backend.new_event()] * 7)
+        return cls(*[backend.new_event()] * 8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +106,7 @@ class TravellingBlock:
         times: Its timing events.
     """
 
-    plan: ShardPlan
+    plan: ShardPlan | PackedCut
     shard: torch.Tensor | Sequence[Part]
     expected: torch.Tensor | None
     times: BlockTimes
@@ -127,13 +137,93 @@ class RawUnpack:
     def __call__(self, slot: Slot, block: TravellingBlock) -> None:
         """Queue the comparison and the copy of the spill."""
         plan = block.plan
-        if block.expected is None:
+        if block.expected is None or not isinstance(plan, ShardPlan):
             return
         rows = slot.buffer[: plan.padded_nbytes].view(plan.size, plan.nbytes)
         ends = rows[:, plan.nbytes - TRAILER_NBYTES :]
         slot.check.compare(ends, block.expected)
         spill = slot.buffer[plan.spill_start : plan.padded_nbytes - TRAILER_NBYTES]
         self._backend.copy(ends[:-1], spill.view(plan.size - 1, TRAILER_NBYTES))
+
+
+class PackedUnpack:
+    """The unpack step of a packed gathered block: compare the trailers; it is decoded later."""
+
+    def __call__(self, slot: Slot, block: TravellingBlock) -> None:
+        """Queue the comparison."""
+        plan = block.plan
+        if block.expected is not None:
+            rows = slot.buffer[: plan.padded_nbytes].view(plan.size, plan.nbytes)
+            slot.check.compare(rows[:, plan.nbytes - TRAILER_NBYTES :], block.expected)
+
+
+class DecodedHome:
+    """The one buffer in which blocks that travel packed are decoded and compute."""
+
+    def __init__(self, pool: Pool, codec: Codec) -> None:
+        """Take the parts.
+
+        Args:
+            pool: Has the buffer.
+            codec: Of the device.
+        """
+        assert pool.decoded is not None
+        self.slot = pool.decoded
+        self._pool = pool
+        self._codec = codec
+        self._held: tuple[int, int] | None = None
+
+    def enter(self, stream: Stream, slot: Slot, block: TravellingBlock) -> None:
+        """Queue the decoding on the current ``stream``, unless it is what the buffer holds.
+
+        Raises:
+            UseError: Another block computes now.
+        """
+        others = (*self._pool.slots, *self._pool.residents.values())
+        if any(other.bound for other in others if other is not slot):
+            raise UseError(
+                "a block was called inside of another one, but packed weights are decoded for one "
+                "block at a time; use packed=False"
+            )
+        self._wait(stream)
+        stream.record_event(block.times.wait_end)
+        if self._held != (slot.index, slot.turn):
+            plan, home = block.plan, self.slot
+            assert not isinstance(plan, ShardPlan)
+            rows = slot.buffer[: plan.padded_nbytes].view(plan.size, plan.nbytes)
+            self._held = None
+            self._codec.decode(rows, home.buffer[: plan.decoded_nbytes])
+            self._held = slot.index, slot.turn
+            # See [Note: two events].
+            stream.record_event(slot.drained)
+            slot.reader = stream
+        stream.record_event(block.times.decode_end)
+
+    def _wait(self, stream: Stream) -> None:
+        # See [Note: two events].
+        home = self.slot
+        if home.reader is not None and home.reader != stream:
+            stream.wait_event(home.drained)
+
+    def twin(self, pool: Pool) -> DecodedHome:
+        """Return the home of the blocks in ``pool``; it holds nothing."""
+        return DecodedHome(pool, self._codec)
+
+    def before_graph(self, stream: Stream) -> None:
+        """Let ``stream`` wait for the buffer: a graph that holds a pass comes next."""
+        self._wait(stream)
+
+    def after_graph(self, stream: Stream) -> None:
+        """Say that the graph on ``stream`` is the last to use the buffer."""
+        self._held = None
+        self.leave(stream)
+
+    def leave(self, stream: Stream) -> None:
+        """Record that the work of ``stream`` so far is the last that uses the buffer."""
+        # See [Note: two events].
+        home = self.slot
+        stream.record_event(home.drained)
+        home.reader = stream
 
 
 class Transfer(ABC):
@@ -148,6 +238,7 @@ class Transfer(ABC):
         pool: Pool,
         blocks: Sequence[TravellingBlock],
         *,
+        home: DecodedHome | None = None,
         feed: Feed | None = None,
     ) -> None:
         """Make the side streams.
@@ -156,9 +247,11 @@ class Transfer(ABC):
             backend: Whose streams and copies are used.
             pool: The slots and stages.
             blocks: What travels, by block number; of all models of the pool.
+            home: Where packed blocks compute; None: blocks compute in their slots.
             feed: Brings the shards to where they are copied from; None: they are there.
         """
         self._feed: Feed = feed or DirectFeed()
+        self._home = home
         self._backend = backend
         self._pool = pool
         self._blocks = blocks
@@ -192,6 +285,7 @@ class Transfer(ABC):
         """Queue all steps that bring ``block`` into the slot in which it stays."""
         # See [Note: two events].
         slot.reader = None
+        slot.turn += 1
         self._backend.current_stream().record_event(slot.drained)
         self._bring(slot, block)
 
@@ -208,6 +302,9 @@ class Transfer(ABC):
         stream, times = self._backend.current_stream(), self._blocks[block].times
         stream.record_event(times.wait_start)
         waits = self._wait_for_load(slot, stream)
+        if self._home is not None:
+            self._home.enter(stream, slot, self._blocks[block])
+            return waits
         stream.record_event(times.wait_end)
         return waits
 
@@ -220,6 +317,14 @@ class Transfer(ABC):
             slot.reader = stream
         return waits
 
+    def use(self, home: DecodedHome | None) -> None:
+        """Let blocks compute elsewhere from now on; nothing is under way."""
+        self._home = home
+
+    def home(self, slot: Slot) -> Slot:
+        """Return what the block in ``slot`` computes from, once it is acquired."""
+        return slot if self._home is None else self._home.slot
+
     def acquire(self, slot: Slot, block: int) -> None:
         """Let the current stream wait until ``slot`` is filled."""
         self._feed.catch_up(slot.filled)
@@ -227,6 +332,9 @@ class Transfer(ABC):
         stream, times = self._backend.current_stream(), self._blocks[block].times
         stream.record_event(times.wait_start)
         stream.wait_event(slot.filled)
+        if self._home is not None:
+            self._home.enter(stream, slot, self._blocks[block])
+            return
         if slot.reader is not None and slot.reader != stream:
             # Another stream reads the same fill: its drained is about to be recorded anew here, so
             # ours must come after it.
@@ -237,8 +345,11 @@ class Transfer(ABC):
         """Say that the current stream's work so far is the last that reads ``slot``."""
         # See [Note: two events].
         stream = self._backend.current_stream()
-        stream.record_event(slot.drained)
-        slot.reader = stream
+        if self._home is not None:
+            self._home.leave(stream)
+        else:
+            stream.record_event(slot.drained)
+            slot.reader = stream
         stream.record_event(self._blocks[block].times.compute_end)
 
     def mark(self, event: Event) -> None:
@@ -262,7 +373,8 @@ class Transfer(ABC):
         """
         times = BlockTimes.none(self._backend)
         blocks = [replace(block, times=times) for block in self._blocks]
-        return type(self)(self._backend, pool, blocks, feed=self._feed)
+        home = None if self._home is None else self._home.twin(pool)
+        return type(self)(self._backend, pool, blocks, home=home, feed=self._feed)
 
     def fork(self) -> None:
         """Let the side streams begin behind the current one; see [Note: a captured pass]."""
@@ -287,6 +399,8 @@ class Transfer(ABC):
             stream.wait_event(slot.drained)
         for slot in self._pool.residents.values():
             self._wait_for_load(slot, stream)
+        if self._home is not None:
+            self._home.before_graph(stream)
 
     def after_graph(self, copied_nbytes: int) -> None:
         """Say that the graph on the current stream is the last to fill and read all slots.
@@ -300,6 +414,8 @@ class Transfer(ABC):
             # Also for what was filled: who reads it on another stream waits for it.
             stream.record_event(slot.drained)
             slot.reader = stream
+        if self._home is not None:
+            self._home.after_graph(stream)
         # It copies from the host, too, which must stay until it is done.
         if stream not in self._graph_streams:
             self._graph_streams.append(stream)
@@ -377,6 +493,7 @@ class GatheringTransfer(Transfer):
         *,
         collective: Collective,
         unpack: Unpack,
+        home: DecodedHome | None = None,
         feed: Feed | None = None,
     ) -> None:
         """Make the side streams.
@@ -386,10 +503,11 @@ class GatheringTransfer(Transfer):
             pool: The slots and stages.
             blocks: What travels, by block number.
             collective: Gathers the shards.
-            unpack: Makes of the gathered bytes what computes.
+            unpack: What is done to the gathered bytes.
+            home: Where packed blocks compute; None: blocks compute in their slots.
             feed: Brings the shards to where they are copied from; None: they are there.
         """
-        super().__init__(backend, pool, blocks, feed=feed)
+        super().__init__(backend, pool, blocks, home=home, feed=feed)
         # A gather takes a few of the units that compute; queued behind them it would come late.
         self._comm_stream = backend.new_stream(priority=-1)
         self._collective = collective

@@ -21,7 +21,7 @@ from dlo_cuda.settings import describe
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from dlo_core.interface import Graph
+    from dlo_core.interface import Codec, Graph
     from dlo_cuda.cudart import Runtime
 
 __all__ = ["CudaBackend", "make_backend"]
@@ -72,6 +72,15 @@ class CudaBackend(AcceleratorBackend):
             return
         for start, stop in pairwise((0, *cuts, len(src))):
             super().copy(dst[start:stop], src[start:stop])
+
+    def codec(self) -> Codec | None:
+        """Return the codec in Triton, which comes with torch; None where it does not."""
+        try:
+            from dlo_cuda.packed import TritonCodec
+        except ImportError as error:
+            _logger.info("packed weights are decoded by torch's operations: %s", error)
+            return None
+        return TritonCodec()
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:

@@ -13,9 +13,10 @@ import torch
 from faulty_parts import FaultyAllocator, LyingBuffer
 
 from dlo_core import cpu_stream
-from dlo_core.cpu import CpuBackend, CpuCheck
+from dlo_core.cpu import CpuBackend, CpuCheck, CpuCodec
 from dlo_core.cpu_stream import CpuEvent, CpuStream, HostStream, current_stream
 from dlo_core.interface import Capabilities
+from dlo_core.packed_torch import TorchCodec
 from dlo_core.rawbytes import bytes_of
 from dlo_core.testing.conformance import BackendConformance
 
@@ -297,6 +298,40 @@ class CheckThatWaits(CpuBackend):
 
 class TestCheckThatWaits(Faulty):
     kind = CheckThatWaits
+
+
+class EarlyCodec(CpuCodec):
+    """Decodes at once, whatever the stream has still to do."""
+
+    def decode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        TorchCodec.decode(self, rows, out)
+
+
+class CodecAtOnce(CpuBackend):
+    def codec(self) -> CpuCodec:
+        return EarlyCodec()
+
+
+class TestCodecAtOnce(Faulty):
+    kind = CodecAtOnce
+
+
+class RoundingCodec(CpuCodec):
+    """Makes every NaN the same, before it packs."""
+
+    def write(self, run: torch.Tensor, ranks: torch.Tensor, row: torch.Tensor) -> None:
+        values = run.clone().view(torch.bfloat16)
+        values[values.isnan()] = float("nan")
+        super().write(values.view(torch.uint8), ranks, row)
+
+
+class CodecThatRounds(CpuBackend):
+    def codec(self) -> CpuCodec:
+        return RoundingCodec()
+
+
+class TestCodecThatRounds(Faulty):
+    kind = CodecThatRounds
 
 
 class SwallowsErrors(CpuBackend):

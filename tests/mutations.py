@@ -10,10 +10,21 @@ from dataclasses import dataclass
 
 from dlo_core import transfer
 
-__all__ = ["ORDERING", "RESIDENTS", "REUSED_MEMORY", "WAIT_ON_RESIDENT", "Site", "mutant", "sites"]
+__all__ = [
+    "ORDERING",
+    "PACKED",
+    "RESIDENTS",
+    "REUSED_MEMORY",
+    "WAIT_ON_RESIDENT",
+    "Site",
+    "mutant",
+    "packed_sites",
+    "sites",
+]
 
 ORDERING = ("wait_event", "record_event")
 WAIT_ON_RESIDENT = "Transfer._wait_for_load: stream.wait_event(slot.filled)"
+PACKED = "DecodedHome"
 REUSED_MEMORY = "Transfer.load: self._backend.current_stream().record_event(slot.drained)"
 # What orders the blocks that stay; test_residents.py shows the need of both.
 RESIDENTS = (WAIT_ON_RESIDENT, REUSED_MEMORY)
@@ -50,8 +61,17 @@ class Site:
 
 
 def sites() -> tuple[Site, ...]:
-    """Return every ``wait_event`` and ``record_event`` statement, from the source itself."""
-    return tuple(site for site, _ in _find(_tree()))
+    """Return every ``wait_event`` and ``record_event`` statement, from the source itself.
+
+    Without those that only packed weights need.
+    """
+    every = tuple(site for site, _ in _find(_tree()))
+    return tuple(site for site in every if not site.owner.startswith(PACKED))
+
+
+def packed_sites() -> tuple[Site, ...]:
+    """Return the statements that only packed weights need."""
+    return tuple(site for site, _ in _find(_tree()) if site.owner.startswith(PACKED))
 
 
 def mutant(number: int) -> types.ModuleType:

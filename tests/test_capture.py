@@ -90,6 +90,21 @@ def test_replays_and_passes_take_turns_with_right_bits(
     assert stats.copied_bytes == stats.fills * stats.copied_bytes // stats.fills
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("settings", [{}, {"resident_layers": 2}])
+def test_packed_weights_are_decoded_in_the_graph(settings: dict[str, Any], streams: int) -> None:
+    for early in EARLY:
+        job = Job(world=World(early=early), packed=True, **settings)
+        assert job.compare(TURNS, streams) == 0
+
+
+def test_weights_that_may_change_their_form_are_not_captured() -> None:
+    job = Job(packed="auto")
+    with pytest.raises(dlo.ConfigError, match="packed='auto' may change"), job.backend.compute():
+        job.offloaded.capture(job.model, batch(0))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_replays_are_right_in_random_orders(seed: int) -> None:

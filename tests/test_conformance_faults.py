@@ -49,6 +49,8 @@ FAULTS = {
     "TestLimitThatIsNone": "test_a_priority_is_accepted",
     "TestCheckThatForgets": "test_a_check_does_not_forget",
     "TestCheckThatWaits": "test_asking_a_check_never_waits",
+    "TestCodecAtOnce": "test_a_codec_decodes_rows_in_the_order_of_the_stream",
+    "TestCodecThatRounds": "test_a_codec_writes_the_reference_bytes",
     "TestErrorThatIsLost": "test_work_that_cannot_be_done_is_an_error_for_whoever_waits",
     "TestCollectiveWithTheGlobalRank": "test_ranks_of_the_group_need_not_be_those_of_the_job",
     "TestGatherAtOnce": "test_events_of_the_current_stream_order_a_gather",

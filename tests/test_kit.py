@@ -61,12 +61,13 @@ class Run:
         build: Callable[[], nn.Module] = lambda: make_toy(5),
         several_streams: bool = False,
         residents: int = 0,
+        packed: bool | str = False,
     ) -> None:
         self._several_streams = several_streams
         self.world = World(ranks, mode, seed)
         self.recorders = [Recorder() for _ in range(ranks)]
         self.host_syncs: list[list[str]] = []
-        self._settings: dict[str, Any] = {"stages": stages, "depth": depth}
+        self._settings: dict[str, Any] = {"stages": stages, "depth": depth, "packed": packed}
         if residents:
             self._settings |= {"resident_layers": residents, "resident_scope": "stage"}
         self._build = build

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from dlo_core.bench.job import BenchJob
     from dlo_core.bench.launch import Member
+    from dlo_core.plan import Footprint
 
 __all__ = ["Run", "StreamedRank", "measure_resident", "measure_streamed"]
 
@@ -77,6 +78,9 @@ class StreamedRank:
         host_blocks: Whether a wait blocks the host on this backend.
         ring_nbytes: Of ``device_nbytes``, slots and stages.
         residents_nbytes: Of ``device_nbytes``, blocks that stay.
+        packed_ratio: Bytes of the blocks as they travel to those that they compute from; None where
+            they are not packed.
+        decode_ms: Milliseconds that decoding takes in a pass.
     """
 
     runs: tuple[Run, ...]
@@ -91,6 +95,8 @@ class StreamedRank:
     host_blocks: bool
     ring_nbytes: int = 0
     residents_nbytes: int = 0
+    packed_ratio: float | None = None
+    decode_ms: float = 0.0
 
 
 @torch.inference_mode()
@@ -143,12 +149,18 @@ def measure_streamed(member: Member, job: BenchJob) -> StreamedRank:
         link_gb_s=link_gb_s,
         gather_gb_s=gather_gb_s,
         host_blocks=backend.capabilities.host_blocks,
-        ring_nbytes=offloaded.footprint.slots_nbytes + offloaded.footprint.stages_nbytes,
+        ring_nbytes=_ring_nbytes(offloaded.footprint),
         residents_nbytes=stats.resident_bytes,
+        packed_ratio=stats.packed_ratio,
+        decode_ms=stats.decode_ms,
     )
     member.barrier()
     offloaded.shutdown()
     return made
+
+
+def _ring_nbytes(footprint: Footprint) -> int:
+    return footprint.slots_nbytes + footprint.stages_nbytes + footprint.decoded_nbytes
 
 
 def _forget_cache(member: Member) -> None:

@@ -6,10 +6,14 @@ import statistics
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from dlo_core.coder import codec_of
+from dlo_core.packed import measure, write_segment
+from dlo_core.packed_format import CHUNK_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Rates", "gather_rate", "link_rate", "probe_rank", "timed_ms"]
 
+T = TypeVar("T")
+
 _ALL = 4
+_MOST_PACKED = 256 << 20
+_MOST_ON_CPU = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,9 @@ class Rates:
         gemm_tflop_s: A square matrix product, as a yardstick.
         gemm_size: Its rows.
         gemm_dtype: Its dtype.
+        encode_gb_s: Bytes of synthetic bf16 weights that the device packs.
+        decode_gb_s: Bytes of them that it decodes.
+        packed_ratio: Bytes that they take packed to those that they have.
     """
 
     rank: int
@@ -53,6 +64,9 @@ class Rates:
     gemm_tflop_s: float
     gemm_size: int
     gemm_dtype: str
+    encode_gb_s: float
+    decode_gb_s: float
+    packed_ratio: float
 
 
 def timed_ms(
@@ -125,6 +139,8 @@ def probe_rank(member: Member, nbytes: int, gemm_size: int) -> Rates:
     dtype = torch.float32 if backend.device.type == "cpu" else torch.bfloat16
     tflop_s = _in_turn(member, partial(_gemm_rate, backend, gemm_size, dtype))
     member.tell("device")
+    encode, decode, ratio = _in_turn(member, partial(_packed_rates, backend, nbytes))
+    member.tell("packing")
     pinned = buffer.pinned
     buffer.release()
     return Rates(
@@ -140,18 +156,21 @@ def probe_rank(member: Member, nbytes: int, gemm_size: int) -> Rates:
         gemm_tflop_s=tflop_s,
         gemm_size=gemm_size,
         gemm_dtype=str(dtype).removeprefix("torch."),
+        encode_gb_s=encode,
+        decode_gb_s=decode,
+        packed_ratio=ratio,
     )
 
 
-def _in_turn(member: Member, measure: Callable[[], float]) -> float:
+def _in_turn(member: Member, measure: Callable[[], T]) -> T:
     """Let the ranks measure one after the other."""
-    found = 0.0
+    found: list[T] = []
     for rank in range(member.size):
         member.barrier()
         if rank == member.rank:
-            found = measure()
+            found.append(measure())
     member.barrier()
-    return found
+    return found[0]
 
 
 def _gather(member: Member, nbytes: int) -> float:
@@ -168,6 +187,27 @@ def _device_rate(backend: Backend, nbytes: int) -> float:
     src, dst = backend.empty(nbytes), backend.empty(nbytes)
     copy = partial(backend.copy, dst, src)
     return 2 * nbytes / timed_ms(backend, backend.new_stream(), copy) / 1e6
+
+
+def _packed_rates(backend: Backend, nbytes: int) -> tuple[float, float, float]:
+    """Return GB/s of packing and of decoding synthetic weights, and their ratio."""
+    most = _MOST_ON_CPU if backend.device.type == "cpu" else _MOST_PACKED
+    count = max(min(nbytes, most) // CHUNK_NBYTES, 1) * CHUNK_NBYTES // 2
+    weights = torch.randn(count, generator=torch.Generator("cpu").manual_seed(0)) * 0.02
+    run = weights.to(torch.bfloat16).view(torch.uint8).to(backend.device)
+    codec, whole = codec_of(backend), [(0, run.nbytes)]
+    index = measure(codec, run, run.nbytes, whole)
+    rows = backend.empty(-(-index.header.nbytes // 256) * 256).view(1, -1)
+
+    def encode() -> None:
+        write_segment(codec, run, measure(codec, run, run.nbytes, whole), rows[0])
+
+    out = backend.empty(run.nbytes)
+    stream = backend.current_stream()
+    encode_ms = timed_ms(backend, stream, encode, repeats=2)
+    decode_ms = timed_ms(backend, stream, partial(codec.decode, rows, out), repeats=2)
+    ratio = index.header.nbytes / run.nbytes
+    return run.nbytes / encode_ms / 1e6, run.nbytes / decode_ms / 1e6, ratio
 
 
 def _gemm_rate(backend: Backend, size: int, dtype: torch.dtype) -> float:

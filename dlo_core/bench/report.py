@@ -37,6 +37,7 @@ class Row:
         reserved_nbytes: Device bytes that the allocator holds.
         resident_reserved_nbytes: The same with all weights resident.
         bit_identical: Whether every pass on every rank gave the resident run's bits.
+        decode_ms: What of it packed weights were decoded, beside the blocks' computation.
     """
 
     tokens: int
@@ -49,11 +50,12 @@ class Row:
     reserved_nbytes: int
     resident_reserved_nbytes: int
     bit_identical: bool
+    decode_ms: float = 0.0
 
     @property
     def bound_ms(self) -> float:
         """What no order of copies and computation can beat."""
-        return max(self.compute_ms, self.copy_ms)
+        return max(self.compute_ms + self.decode_ms, self.copy_ms)
 
 
 class BenchReport:
@@ -105,6 +107,7 @@ class BenchReport:
             reserved_nbytes=max(run.reserved_nbytes for run in runs),
             resident_reserved_nbytes=max(run.reserved_nbytes for run in resident),
             bit_identical=all(same),
+            decode_ms=max(each.decode_ms for each in self.streamed),
         )
 
     def _simulate(self, rank: StreamedRank, resident: Run) -> Simulation:
@@ -112,9 +115,11 @@ class BenchReport:
         blocks = list(resident.block_ms)
         share = resident.step_ms / sum(blocks) if sum(blocks) else 0.0
         settings = self.job.settings
+        ratio = 1.0 if rank.packed_ratio is None else rank.packed_ratio
+        decode_ms = rank.decode_ms / len(rank.blocks_nbytes)
         return simulate(
-            rank.blocks_nbytes,
-            [ms * share for ms in blocks],
+            [round(nbytes * ratio) for nbytes in rank.blocks_nbytes],
+            [ms * share + decode_ms for ms in blocks],
             rank.link_gb_s,
             rank.gather_gb_s,
             depth=settings.get("depth", 2),
@@ -145,13 +150,14 @@ class BenchReport:
         rates = f"link {min(each.link_gb_s for each in self.streamed):.2f} GB/s"
         if first.gather_gb_s is not None:
             rates += f", gather {first.gather_gb_s:.2f} GB/s"
-        return (
+        lines = (
             f"{len(blocks)} blocks, {sum(blocks) / _GB:.3f} GB in all; {len(self.streamed)} "
             f"rank{'s' if len(self.streamed) > 1 else ''}, {mode}; {rates}",
             f"enabled in {enable:.2f} s, {host / enable / _GB:.2f} GB/s; host {host / _GB:.3f} GB, "
             f"pinned {pinned / _GB:.3f} GB; device weights {device / _GB:.3f} GB, of it "
             f"{first.residents_nbytes / _GB:.3f} GB of blocks that stay",
         )
+        return lines if first.packed_ratio is None else (*lines, _packed_line(first))
 
     def tables(self) -> tuple[Table, Table]:
         """Return the times and the bytes of all rows as tables."""
@@ -188,6 +194,18 @@ class BenchReport:
         }
 
 
+def _packed_line(rank: StreamedRank) -> str:
+    assert rank.packed_ratio is not None
+    text = (
+        f"packed in {rank.packed_ratio:.3f} of the bytes: the link carries "
+        f"{rank.link_gb_s / rank.packed_ratio:.2f} GB/s of weights"
+    )
+    if not rank.decode_ms:
+        return text
+    rate = sum(rank.blocks_nbytes) / rank.decode_ms / 1e6
+    return f"{text}; decoded in {rank.decode_ms:.2f} ms a pass, {rate:,.1f} GB/s"
+
+
 def probe_table(rates: Sequence[Rates]) -> Table:
     """Return what the ranks measured as a table, one column a rank."""
     table = Table(title="rates", title_justify="left")
@@ -203,6 +221,9 @@ def probe_table(rates: Sequence[Rates]) -> Table:
         ("all-gather, bytes written", "gather_gb_s", "GB/s"),
         ("within the device, read + written", "device_gb_s", "GB/s"),
         (f"{size} × {size} {dtype} product", "gemm_tflop_s", "TFLOP/s"),
+        ("packing of bf16 weights", "encode_gb_s", "GB/s"),
+        ("decoding, bytes of weights", "decode_gb_s", "GB/s"),
+        ("packed bytes to bytes", "packed_ratio", ""),
     ):
         values = [getattr(each, name) for each in rates]
         table.add_row(label, *("–" if v is None else f"{v:,.2f} {unit}" for v in values))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dlo_core.cpu import CpuBackend
 from dlo_core.errors import BackendError
 from dlo_core.interface import Backend, Capabilities, Check, Collective, MemoryInfo
+from dlo_core.packed_torch import TorchCodec
 from dlo_core.testing.compute import Compute
 from dlo_core.testing.device_memory import POISON, DeviceMemory, storage_of
 from dlo_core.testing.gather import SimCollective, SimGroup
@@ -57,6 +58,26 @@ class SimCheck(Check):
     def failed(self) -> bool:
         """Return whether a difference was found."""
         return self._failed
+
+
+class SimCodec(TorchCodec):
+    """Decodes when its stream comes to it; counts and writes at once."""
+
+    def __init__(self, backend: SimBackend) -> None:
+        """Belong to ``backend``."""
+        self._backend = backend
+
+    def count(self, run: torch.Tensor, ranks: torch.Tensor, table_of: torch.Tensor) -> torch.Tensor:
+        """Count when what is queued before is done."""
+        self._backend.current_stream().synchronize()
+        return super().count(run, ranks, table_of)
+
+    def decode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Queue the decoding."""
+        alias = self._backend.device_memory.alias
+        work = partial(super().decode, alias(rows), alias(out))
+        self._backend.spoil((out,), (rows, out))
+        self._backend.queue("decode", work, reads=(rows,), writes=(out,))
 
 
 class SimBackend(Backend):
@@ -164,9 +185,13 @@ class SimBackend(Backend):
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Queue the copy."""
-        self._spoil((dst,), (dst, src))
+        self.spoil((dst,), (dst, src))
         alias = self.device_memory.alias
         self.queue("copy", partial(alias(dst).copy_, alias(src)), reads=(src,), writes=(dst,))
+
+    def codec(self) -> SimCodec:
+        """Return the codec in torch's operations, queued."""
+        return SimCodec(self)
 
     def new_check(self) -> SimCheck:
         """Return a new comparison."""
@@ -326,7 +351,7 @@ class SimBackend(Backend):
             # In place: our own part stays.
             low = shard.data_ptr() - out.data_ptr()
             parts = (out[:low], out[low + shard.nbytes :])
-        self._spoil(parts, (out, shard))
+        self.spoil(parts, (out, shard))
         if self.recorder is not None:
             name = self.current_stream().name
             self.recorder.accesses(name, "gather", reads=(shard,), writes=(out,))
@@ -342,7 +367,7 @@ class SimBackend(Backend):
             self._reach(ticket)
         return ticket
 
-    def _spoil(self, parts: tuple[torch.Tensor, ...], touched: tuple[torch.Tensor, ...]) -> None:
+    def spoil(self, parts: tuple[torch.Tensor, ...], touched: tuple[torch.Tensor, ...]) -> None:
         """Poison what is about to be written: now, unless queued work uses it, and in its turn."""
         if not self._poison:
             return

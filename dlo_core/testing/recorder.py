@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Access", "Race", "Recorder"]
 
 _HOST = "host slab"
+_HOME = "home of all blocks"
 # The event that should have ordered two accesses of a buffer, by what came first and second.
 _MISSING = {
     ("host", "read", "write"): "the host's wait for the copy",
@@ -37,6 +38,9 @@ _MISSING = {
     ("slot", "write", "write"): "slot.filled or slot.copied",
     ("resident", "write", "read"): "slot.filled",
     ("resident", "read", "write"): "slot.drained",
+    ("home", "write", "read"): "home.drained",
+    ("home", "read", "write"): "home.drained",
+    ("home", "write", "write"): "home.drained",
     ("stage", "write", "read"): "stage.filled",
     ("stage", "read", "write"): "stage.drained",
     ("stage", "write", "write"): "stage.drained",
@@ -48,7 +52,7 @@ class Access:
     """One access.
 
     Attributes:
-        op: ``copy``, ``gather``, ``check``, ``compute`` or ``host``.
+        op: ``copy``, ``gather``, ``check``, ``decode``, ``compute`` or ``host``.
         timeline: The stream, or the host.
         buffer: Such as ``slot 0``.
         what: The block and the fill that the buffer is to hold.
@@ -122,6 +126,8 @@ class Recorder:
         self._offload = offload
         for slot in engine.pool.slots:
             self._name(slot.buffer, f"slot {slot.index}", slot)
+        if engine.pool.decoded is not None:
+            self._name(engine.pool.decoded.buffer, _HOME, engine.pool.decoded)
         for stage in engine.pool.stages:
             self._name(stage.buffer, f"stage {stage.index}", stage)
         for run in engine.store.runs:
@@ -181,7 +187,7 @@ class Recorder:
         for write, tensors in ((False, reads), (True, writes)):
             for tensor in tensors:
                 storage = storage_of(tensor)
-                if storage not in self._buffers:
+                if not self._knows(storage):
                     self._look_among_residents(storage)
                 if storage in self._buffers and tensor.numel():
                     self._note(self._access(op, timeline, tensor, write, stamp), storage)
@@ -201,9 +207,19 @@ class Recorder:
         backend = self.backend
         return backend.host_streams() if backend is not None else []
 
+    def _knows(self, storage: int) -> bool:
+        """Return whether a watched buffer lies there; memory that was let go may be another's."""
+        memory = getattr(self._buffers.get(storage, ("", None))[1], "buffer", None)
+        if memory is None:
+            return storage in self._buffers
+        return bool(memory.nbytes) and storage_of(memory) == storage
+
     def _look_among_residents(self, storage: int) -> None:
-        """Name the buffer of a block that stays, which may be loaded anew."""
+        """Name the buffer of a block that stays, which may be loaded anew, or a new home."""
         engine = None if self._offload is None else self._offload.engine
+        home = None if engine is None else engine.pool.decoded
+        if home is not None and storage_of(home.buffer) == storage:
+            self._buffers[storage] = (_HOME, home)
         residents = {} if engine is None else engine.pool.residents
         for number, slot in residents.items():
             if slot.buffer.nbytes and storage_of(slot.buffer) == storage:

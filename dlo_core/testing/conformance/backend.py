@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dlo_core.testing.conformance.checks import CheckConformance
+from dlo_core.testing.conformance.codec import CodecConformance
 from dlo_core.testing.conformance.copies import CopyConformance
 from dlo_core.testing.conformance.engine import EngineConformance
 from dlo_core.testing.conformance.events import EventConformance
@@ -19,6 +20,7 @@ class BackendConformance(
     EventConformance,
     CopyConformance,
     CheckConformance,
+    CodecConformance,
     GraphConformance,
     EngineConformance,
 ):

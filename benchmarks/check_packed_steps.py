@@ -1,0 +1,91 @@
+"""Steps with packed weights: against their own limit, and against the raw ring in the same run."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from checks import Findings, Options
+
+__all__ = ["auto", "steps"]
+
+_GB = 1e9
+_TOKENS = (1, 4096, 8192)
+
+
+def steps(options: Options, found: Findings) -> None:
+    """Run 40 blocks of 340 MB raw and packed, with nearly no tokens, with 4k and with 8k."""
+    reports = _measure(options)
+    raw, packed = reports[False], reports[True]
+    loose = 1e6 if options.small else 1.0
+    raw_link_ms = raw.streamed[0].copied_nbytes / raw.streamed[0].link_gb_s / 1e6
+    for plain, row in zip(raw.rows, packed.rows, strict=True):
+        found.note(
+            **{
+                f"raw {row.tokens}": dataclasses.asdict(plain),
+                f"packed {row.tokens}": dataclasses.asdict(row) | {"bound_ms": row.bound_ms},
+            }
+        )
+        name = f"{row.tokens} tokens"
+        found.at_most(f"step / T_x raw, {name}", row.step_ms / raw_link_ms, 0.71 * loose)
+        found.at_most(f"step / its limit, {name}", row.step_ms / row.bound_ms, 1.02 * loose)
+        found.at_most(f"step / raw step, {name}", row.step_ms / plain.step_ms, 0.75 * loose)
+    found.true("same bits", packed.bit_identical)
+    found.note(about=[*raw.lines(), *packed.lines()])
+    rank = packed.streamed[0]
+    weights = sum(rank.blocks_nbytes)
+    found.note(
+        weights_gb=weights / _GB,
+        pinned_gb=rank.pinned_nbytes / _GB,
+        device_gb=rank.device_nbytes / _GB,
+        raw_device_gb=raw.streamed[0].device_nbytes / _GB,
+        ratio=rank.packed_ratio,
+        decode_ms=rank.decode_ms,
+        enable_s=rank.enable_s,
+        raw_enable_s=raw.streamed[0].enable_s,
+    )
+    if options.cuda:
+        found.at_most("pinned / weights", rank.pinned_nbytes / weights, 0.70)
+
+
+def auto(options: Options, found: Findings) -> None:
+    """Let it choose where the link is the bound, and where the computation is."""
+    loose = 1e6 if options.small else 1.0
+    for tokens, limit in ((4096, 0.75), (20480, 1.01)):
+        # It looks after three passes.
+        reports = _measure(options, forms=(False, "auto"), tokens=(tokens,), num_warm=6)
+        raw, chosen = reports[False].rows[0], reports["auto"].rows[0]
+        packed = reports["auto"].streamed[0].packed_ratio is not None
+        found.note(**{f"step {tokens}": [raw.step_ms, chosen.step_ms], f"packed {tokens}": packed})
+        name = f"step / raw step, {tokens} tokens"
+        found.at_most(name, chosen.step_ms / raw.step_ms, limit * loose)
+        found.true(f"same bits, {tokens} tokens", reports["auto"].bit_identical)
+
+
+def _measure(
+    options: Options,
+    *,
+    forms: tuple[Any, ...] = (False, True),
+    tokens: tuple[int, ...] = _TOKENS,
+    num_warm: int = 2,
+) -> dict[Any, Any]:
+    """Measure in processes of their own."""
+    from dlo_core.bench.job import BenchJob
+    from dlo_core.bench.launch import run_ranks
+    from dlo_core.bench.measure import measure_resident, measure_streamed
+    from dlo_core.bench.model import Shape
+    from dlo_core.bench.report import BenchReport
+
+    shape = Shape(64, 4, 4) if options.small else Shape(3072, 24, 40)
+    tokens = (1, 8)[: len(tokens)] if options.small else tokens
+    run = partial(run_ranks, device=options.device, limit_s=options.limit_s)
+    reports: dict[Any, Any] = {}
+    resident = None
+    for packed in forms:
+        num = 2 if options.small else 6
+        job = BenchJob(shape, tokens, {"packed": packed}, num_passes=num, num_warm=num_warm)
+        resident = resident or run(measure_resident, (job,))
+        reports[packed] = BenchReport(job, resident, run(measure_streamed, (job,)))
+    return reports

@@ -1,0 +1,117 @@
+"""The order of packed weights: no race, no host wait, and no wait that is not needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mutations import mutant, packed_sites
+from test_kit import Run, caught_by
+from toys import Block, Toy, inputs, make_toy
+
+import dlo_core as dlo
+from dlo_core import engine as engine_module
+from dlo_core.errors import UseError
+from dlo_core.packed_choice import Figures, PackedChoice
+from dlo_core.testing import MODES, Recorder, SimBackend
+
+
+class HeavyBlock(Block):
+    """A block that gets smaller when it is packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ballast = torch.nn.Parameter(torch.randn(30000).bfloat16())
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Return what the last of the ballast changes."""
+        return super().forward(x, scale) + self.ballast[-x.shape[-1] :].float()
+
+
+def heavy_toy() -> Toy:
+    torch.manual_seed(0)
+    return Toy([HeavyBlock() for _ in range(5)]).requires_grad_(False)
+
+
+SITES = [site for site in packed_sites() if not site.timing_only]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "mode"),
+    [
+        (1, 2, "late"),
+        (1, 2, "eager"),
+        (2, 2, "late"),
+        (2, 0, "random"),
+        *(
+            pytest.param(ranks, stages, mode, marks=pytest.mark.slow)
+            for ranks in (1, 2, 3)
+            for stages in (2, 0)
+            for mode in MODES
+        ),
+    ],
+)
+def test_packed_weights_have_no_race_and_no_host_sync(ranks: int, stages: int, mode: str) -> None:
+    for residents in (0, 2):
+        run = Run(ranks=ranks, stages=stages, mode=mode, packed=True, residents=residents)()
+        assert run.races == []
+        if not residents:
+            assert run.host_syncs == [[]] * ranks
+        touched = {access.buffer for access in run.recorders[0].log}
+        assert "home of all blocks" in touched
+
+
+@pytest.mark.parametrize("residents", [0, 2])
+def test_a_change_to_packed_weights_has_no_race(
+    residents: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faster = Figures(0.0, 200.0, 1.0, 0.7)
+    monkeypatch.setattr(PackedChoice, "figures", lambda *_: faster)
+    for mode in MODES:
+        run = Run(build=heavy_toy, mode=mode, packed="auto", residents=residents)()
+        assert run.races == []
+        assert "home of all blocks" in {access.buffer for access in run.recorders[0].log}
+
+
+def test_forwards_on_several_compute_streams_have_no_race() -> None:
+    for mode in MODES:
+        build = lambda: make_toy(3)  # noqa: E731 - the run builds one on each rank
+        assert Run(build=build, several_streams=True, mode=mode, packed=True)().races == []
+
+
+@pytest.mark.parametrize("site", SITES, ids=str)
+def test_without_any_one_wait_or_record_there_is_a_race(
+    site: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = mutant(site.number)
+    for name in ("LocalTransfer", "StagedTransfer", "InPlaceTransfer", "DecodedHome"):
+        monkeypatch.setattr(engine_module, name, getattr(module, name))
+    runs = [Run(mode=mode, packed=True) for mode in MODES]
+    runs.append(Run(build=lambda: make_toy(3), several_streams=True, packed=True))
+    assert "race" in caught_by(runs)
+
+
+def test_every_wait_and_record_of_packed_weights_is_listed() -> None:
+    assert len(SITES) == 3
+
+
+def test_a_block_that_could_not_be_bound_leaves_its_home_in_order() -> None:
+    """The decoding of a call that failed comes before the one on another stream."""
+    recorder = Recorder()
+    backend = SimBackend(recorder=recorder)
+    model = make_toy(3)
+    offloaded = dlo.offload(model, device=backend, packed=True)
+    recorder.watch(offloaded)
+    block = model.get_submodule("blocks.0.norm")
+    name = next(iter(block._parameters))
+    held = block._parameters[name]
+    with torch.inference_mode(), backend.compute():
+        block._parameters[name] = torch.nn.Parameter(torch.zeros(1))
+        with backend.stream(backend.new_compute_stream("one")), pytest.raises(UseError):
+            model(inputs(0))
+        block._parameters[name] = held
+        with backend.stream(backend.new_compute_stream("two")):
+            model(inputs(0))
+    offloaded.shutdown()
+    recorder.check()
