@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -51,6 +53,10 @@ if TYPE_CHECKING:
     from dlo_core.tape import Agree
 
 __all__ = ["Engine"]
+
+_logger = logging.getLogger("dlo")
+# What stuck gathers touch, until the process ends.
+_KEPT: list[object] = []
 
 
 class Engine:
@@ -146,6 +152,7 @@ class Engine:
                 number: self.shards[number].padded_nbytes
                 for number in resident_numbers(self.plans, self._residents)
             },
+            landing=self.collective.memory,
         )
 
     def _make_blocks(self, digest: bytes) -> list[TravellingBlock]:
@@ -426,8 +433,10 @@ class Engine:
 
     def release(self, reason: str) -> None:
         """Let all memory, streams and groups go without a collective; idempotent."""
-        # Memory that is freed here may still be read by compute that was queued before.
-        self._backend.current_stream().synchronize()
+        stuck = self.collective.stuck()
+        if not stuck:
+            # Memory that is freed here may still be read by compute that was queued before.
+            self._backend.current_stream().synchronize()
         for streamer in self.streamers:
             streamer.close(reason)
         for remainder in (part for parts in self.remainders for part in parts):
@@ -437,9 +446,18 @@ class Engine:
                 plan.checkpoint.close()
         # The collective first: gathers that wait for a peer are given up, so nobody waits for it.
         self.collective.close()
-        self.transfer.close()
+        if stuck:
+            # Giving any of it back would wait for the device, which waits for a peer for ever.
+            _KEPT.append((self.transfer, self.store, self.blocks, replace(self.pool)))
+            _logger.error(
+                "rank %d: a gather waits for a peer and cannot be given up; its memory stays "
+                "taken: end this process",
+                self.collective.rank,
+            )
+        else:
+            self.transfer.close()
+            self.store.release()
         self.pool.release()
-        self.store.release()
         self.blocks = []
 
     def discard(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -47,11 +49,13 @@ class Slot:
     stays: bool = False
 
     @classmethod
-    def new(cls, backend: Backend, index: int, nbytes: int, *, stays: bool = False) -> Slot:
-        """Allocate the buffer and make its events."""
+    def new(
+        cls, backend: Backend, index: int, buffer: torch.Tensor, *, stays: bool = False
+    ) -> Slot:
+        """Return a slot over ``buffer`` with new events."""
         return cls(
             index,
-            backend.empty(nbytes),
+            buffer,
             filled=backend.new_event(),
             drained=backend.new_event(),
             copied=backend.new_event(),
@@ -128,6 +132,7 @@ class Pool:
         num_stages: int,
         stage_nbytes: int,
         residents: Mapping[int, int] | None = None,
+        landing: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Pool:
         """Allocate the buffers and make their events.
 
@@ -138,8 +143,11 @@ class Pool:
             num_stages: Stages.
             stage_nbytes: Bytes of each.
             residents: Bytes of each block that stays, by block number.
+            landing: Returns a context in which the slots are allocated, and nothing else.
         """
-        slots = tuple(Slot.new(backend, index, slot_nbytes) for index in range(num_slots))
+        with landing():
+            buffers = [backend.empty(slot_nbytes) for _ in range(num_slots)]
+        slots = tuple(Slot.new(backend, index, buffer) for index, buffer in enumerate(buffers))
         stages = tuple(
             Stage(
                 index,
@@ -150,7 +158,7 @@ class Pool:
             for index in range(num_stages)
         )
         staying = {
-            number: Slot.new(backend, num_slots + number, nbytes, stays=True)
+            number: Slot.new(backend, num_slots + number, backend.empty(nbytes), stays=True)
             for number, nbytes in (residents or {}).items()
         }
         return cls(slots, stages, staying)
