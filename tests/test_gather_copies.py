@@ -160,7 +160,7 @@ def test_ranks_on_two_nodes_are_refused_alike(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(dlo.ConfigError, match="on one node; rank 0 is on 'a' and rank 2 on 'b'"):
         gathering.check_one_node(["a", "a", "b"])
     gathering.check_one_node(["a", "a"])
-    make_wish = startup.make_wish
+    make_wish: Any = vars(startup)["make_wish"]
 
     def work(rank: int) -> list[str]:
         def elsewhere(*args: Any, **kwargs: Any) -> Any:
@@ -244,8 +244,12 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Callable[[], Any], l
     def context(*args: Any) -> Iterator[None]:
         yield
 
+    def make_pool(allocator: None) -> str:
+        said.append("pool")
+        return "pool"
+
     cuda = SimpleNamespace(
-        MemPool=lambda allocator: said.append("pool") or "pool",
+        MemPool=make_pool,
         use_mem_pool=context,
         device=context,
         Event=FakeEvent,
