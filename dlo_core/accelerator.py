@@ -14,10 +14,18 @@ import torch.distributed as dist
 
 from dlo_core.collective import abort_group, all_gather_bytes, living
 from dlo_core.errors import BackendError, HostMemoryError
-from dlo_core.interface import Backend, Capabilities, Check, Collective, MemoryInfo, PinnedAllocator
+from dlo_core.interface import (
+    Backend,
+    Capabilities,
+    Check,
+    Collective,
+    MemoryInfo,
+    PinnedAllocator,
+    Seal,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AcceleratorBackend",
     "DeviceCollective",
+    "DeviceSeal",
     "TorchAllocator",
     "host_limits",
     "pinned_bytes",
@@ -121,6 +130,44 @@ class _DeviceCheck(Check):
         return bool(self._seen)
 
 
+class DeviceSeal(Seal):
+    """Keeps a flag on the host, which the device reads when it comes to the end of a pass."""
+
+    def __init__(self, device: torch.device, flag: torch.Tensor) -> None:
+        """Keep ``flag``.
+
+        Args:
+            device: Of the tensors.
+            flag: One ``bool`` on the host, False; pinned where the copy is to be asynchronous.
+        """
+        self._given_up = flag
+        with torch.inference_mode(False):
+            self._seen = torch.zeros((), dtype=torch.bool, device=device)
+
+    def apply(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Queue a copy of the flag, and a fill under it for each plain floating tensor."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._seen.copy_(self._given_up, non_blocking=True)
+        for tensor in tensors:
+            # In the caller's own mode, in which the tensor was made.
+            if _fillable(tensor, self._seen.device):
+                with torch.no_grad():
+                    tensor.masked_fill_(self._seen, torch.nan)
+
+    def give_up(self) -> None:
+        """Set the flag; the device reads it later."""
+        self._given_up.fill_(True)
+
+
+def _fillable(tensor: torch.Tensor, device: torch.device) -> bool:
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    if not plain or tensor.device != device or not tensor.is_floating_point():
+        return False
+    # An expanded one cannot be written.
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return not any(step == 0 and length > 1 for length, step in pairs)
+
+
 class DeviceCollective(Collective):
     """All-gather through torch.distributed; the current stream is the one that orders it."""
 
@@ -139,6 +186,10 @@ class DeviceCollective(Collective):
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """Queue the gather and let the current stream wait for it; the host does not."""
         all_gather_bytes(out, shard, group=living(self._group))
+
+    def abort(self, error: BaseException) -> None:
+        """Give up gathers under way; their streams go on with whatever bytes there are."""
+        abort_group(self._group)
 
     def close(self) -> None:
         """Give up gathers under way, and the group with them; then nothing touches their memory."""
@@ -236,6 +287,12 @@ class AcceleratorBackend(Backend):
     def new_check(self) -> Check:
         """Return a new comparison on the device."""
         return _DeviceCheck(self.device)
+
+    def new_seal(self) -> Seal:
+        """Return a new seal on the device."""
+        with torch.inference_mode(False):
+            flag = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=True)
+        return DeviceSeal(self.device, flag)
 
     def collective(self, group: ProcessGroup) -> Collective:
         """Return the all-gather over the vendor's comm library."""

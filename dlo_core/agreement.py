@@ -19,13 +19,16 @@ import torch
 import torch.distributed as dist
 
 from dlo_core import errors
-from dlo_core.collective import release_group
+from dlo_core.board import Board
+from dlo_core.collective import abandon, release_group
 from dlo_core.errors import AgreementError, ConfigError, DloError, FillError
 from dlo_core.rendezvous import MissingRanks, default_store, meet, new_group_of
+from dlo_core.store_line import StoreLine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
 __all__ = ["Agreement", "GroupAgreement", "LoneAgreement", "Problem", "agree_on"]
@@ -120,18 +123,26 @@ class Agreement(ABC):
         """Return what one rank announced last; 0 when it did not."""
         return self.heard(topic)[rank]
 
-    def collect(self, value: T, to: int, what: str) -> list[T]:
+    def collect(
+        self,
+        value: T,
+        to: int,
+        what: str,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> list[T]:
         """Return every rank's ``value`` on rank ``to``, and nothing on the others.
 
         Args:
             value: Picklable, of any size.
             to: The rank that gets them.
             what: Names it in the error.
+            meanwhile: Called now and then while the others are awaited.
 
         Raises:
             AgreementError: A rank did not come within the timeout.
         """
-        values = self.exchange(value, what)
+        values = self.exchange(value, what, meanwhile=meanwhile)
         return values if self.rank == to else []
 
     @abstractmethod
@@ -145,6 +156,13 @@ class Agreement(ABC):
             timeout_s: Seconds after which an operation of the group gives up.
             options: The comm library's own, its ``pg_options``.
         """
+
+    def board(self) -> Board | None:
+        """Return where the ranks write what they do; a new one on every call, all ranks alike.
+
+        None where nobody needs one.
+        """
+        return None
 
     @abstractmethod
     def close(self) -> None:
@@ -209,12 +227,18 @@ class LoneAgreement(Agreement):
 class GroupAgreement(Agreement):
     """The ranks of a control group."""
 
-    def __init__(self, group: ProcessGroup | Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup | Sequence[int],
+        timeout_s: float,
+        patience_s: float | None = None,
+    ) -> None:
         """Make a control group of the ranks of ``group``; all of them must come.
 
         Args:
             group: A process group, or the global ranks in the order of their group ranks.
             timeout_s: How long the ranks wait for each other.
+            patience_s: How long to wait for the store of the job; None: as long.
 
         Raises:
             AgreementError: A rank did not come within ``timeout_s``.
@@ -226,14 +250,17 @@ class GroupAgreement(Agreement):
         self._timeout_s = timeout_s
         self._steps = itertools.count(1)
         self._groups = itertools.count()
-        self._store = default_store()
+        self._boards = itertools.count()
+        self._line = StoreLine(default_store(), patience_s or timeout_s)
         self._group: ProcessGroup | None = None
         try:
-            self._name = f"dlo-{meet(self._store, self.members, self.rank, timeout_s)}"
+            self._name = f"dlo-{meet(self._line, self.members, self.rank, timeout_s)}"
             self._group = new_group_of(self.members, "gloo", timeout_s, f"{self._name}-control")
         except MissingRanks as error:
+            self._line.close()
             raise self._nobody("offload()", error.ranks, error) from None
         except RuntimeError as error:
+            self._line.close()
             raise self._nobody("offload()", (), error) from error
         # A model that is forgotten without disable() takes its groups along.
         self._finalizer = weakref.finalize(self, release_group, self._group)
@@ -264,7 +291,8 @@ class GroupAgreement(Agreement):
         """Return every rank's ``value``, in rank order."""
         if self._group is None:
             raise AgreementError(f"{what}: the control group is closed")
-        deadline = time.monotonic() + (timeout_s or self._timeout_s)
+        limit_s = timeout_s or self._timeout_s
+        deadline = time.monotonic() + limit_s
         step = self._arrive()
         try:
             payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -274,7 +302,7 @@ class GroupAgreement(Agreement):
             padded[: payload.numel()] = payload
             parts = self._gather(padded, deadline, meanwhile)
         except (RuntimeError, ValueError) as error:
-            raise self._nobody(what, self._missing(step), error) from error
+            raise self._nobody(what, self._missing(step), error, limit_s) from error
         # Peers of one job, over a group of our own: trusted as far as each other's code is.
         return [
             pickle.loads(part[: int(size.item())].numpy().tobytes())
@@ -283,21 +311,45 @@ class GroupAgreement(Agreement):
 
     def announce(self, topic: str, number: int) -> None:
         """Tell all ranks through the store."""
-        self._store.set(f"dlo/{self._name}/{topic}/{self.rank}", str(number))
+        key = f"dlo/{self._name}/{topic}/{self.rank}"
+        self._line.post(lambda store: store.set(key, str(number)))
 
     def heard(self, topic: str) -> list[int]:
         """Return every rank's number in the store."""
-        return [self.heard_from(rank, topic) for rank in range(self.size)]
+        return self._numbers(topic, range(self.size))
 
     def heard_from(self, rank: int, topic: str) -> int:
         """Return one rank's number in the store."""
-        key = f"dlo/{self._name}/{topic}/{rank}"
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+        return self._numbers(topic, (rank,))[0]
 
-    def collect(self, value: T, to: int, what: str) -> list[T]:
+    def _numbers(self, topic: str, ranks: Iterable[int]) -> list[int]:
+        keys = [f"dlo/{self._name}/{topic}/{rank}" for rank in ranks]
+
+        def read(store: Store) -> list[int]:
+            return [int(store.get(key)) if store.check([key]) else 0 for key in keys]
+
+        try:
+            return self._line.ask(read)
+        except RuntimeError as error:
+            raise AgreementError(
+                f"the other ranks cannot be asked how far they are: {error}"
+            ) from error
+
+    def board(self) -> Board | None:
+        """Return a board of these ranks in the store."""
+        return Board(self._line, f"{self._name}/{next(self._boards)}", self.rank, self.size)
+
+    def collect(
+        self,
+        value: T,
+        to: int,
+        what: str,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> list[T]:
         """Return every rank's ``value`` on rank ``to``; each travels once."""
         payload = pickle.dumps(value) if self.rank != to else b""
-        sizes = self.exchange(len(payload), what)
+        sizes = self.exchange(len(payload), what, meanwhile=meanwhile)
         deadline = time.monotonic() + self._timeout_s
         if self.rank != to:
             if payload:
@@ -335,12 +387,18 @@ class GroupAgreement(Agreement):
         with torch.inference_mode(False):
             parts = [torch.empty_like(mine) for _ in range(self.size)]
             work: Any = dist.all_gather(parts, mine, group=self._group, async_op=True)
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError("timed out")
-            if meanwhile is not None:
-                meanwhile()
-            time.sleep(_POLL_S)
+        group = self._group
+        assert group is not None
+        try:
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError("timed out")
+                if meanwhile is not None:
+                    meanwhile()
+                time.sleep(_POLL_S)
+        except BaseException:
+            abandon(group, work)
+            raise
         work.wait()
         return parts
 
@@ -348,6 +406,7 @@ class GroupAgreement(Agreement):
         """Destroy the control group; local."""
         self._group = None
         self._finalizer()
+        self._line.close()
 
     def _arrive(self) -> int:
         """Tell the others that this rank came to the next exchange."""
@@ -361,13 +420,23 @@ class GroupAgreement(Agreement):
         except RuntimeError:
             return []
 
-    def _nobody(self, what: str, missing: Sequence[int], error: Exception) -> AgreementError:
+    def _nobody(
+        self,
+        what: str,
+        missing: Sequence[int],
+        error: Exception,
+        limit_s: float | None = None,
+    ) -> AgreementError:
         names = ", ".join(f"{rank} (global rank {self.members[rank]})" for rank in missing)
         who = f"rank {names} did not come to it" if missing else "a rank left in the middle of it"
+        limit_s, remedy = limit_s or self._timeout_s, "load_timeout_s if it is still loading"
+        if limit_s != self._timeout_s:
+            remedy = "timeout_s if it is only slow"
         return AgreementError(
-            f"{what}: the ranks could not agree within {self._timeout_s:g} s; {who}. Every rank of "
+            f"{what}: the ranks could not agree within {limit_s:g} s; {who}. Every rank of "
             "the group must make the same dlo calls in the same order; look for an earlier error "
-            f"there, or raise load_timeout_s if it is still loading ({error})"
+            f"there, or raise {remedy} ({error})",
+            missing=missing,
         )
 
     def __repr__(self) -> str:

@@ -45,6 +45,7 @@ def offload(
     transforms: TransformsEach = None,
     post_load: PostLoads = None,
     progress: Progress = False,
+    reuse: LayerwiseOffload | None = None,
     **settings: Any,
 ) -> LayerwiseOffload:
     """Offload a model, or several that share their slots; see ``LayerwiseOffload``.
@@ -62,6 +63,7 @@ def offload(
         transforms: As in ``enable``.
         post_load: As in ``enable``.
         progress: As in ``enable``.
+        reuse: As in ``enable``.
         **settings: Those of ``OffloadConfig``.
 
     Raises:
@@ -85,6 +87,7 @@ def offload(
             transforms=transforms,
             post_load=post_load,
             progress=progress,
+            reuse=reuse,
         )
     except BaseException:
         made.shutdown()

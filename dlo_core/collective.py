@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import atexit
+import ctypes
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -14,13 +16,25 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["LoneCollective", "abort_group", "all_gather_bytes", "living", "release_group"]
+__all__ = [
+    "GroupGone",
+    "LoneCollective",
+    "abandon",
+    "abort_group",
+    "all_gather_bytes",
+    "living",
+    "release_group",
+]
 
 # torch 2.13 deprecates all_gather_into_tensor for all_gather_single; a release has either or both.
 _ALL_GATHER = next(
     name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)
 )
 all_gather_bytes: Callable[..., object] = getattr(dist, _ALL_GATHER)
+
+
+class GroupGone(RuntimeError):
+    """Raised when a group of dlo's own was taken down under it."""
 
 
 class LoneCollective(Collective):
@@ -43,10 +57,10 @@ def living(group: ProcessGroup | None) -> ProcessGroup:
     over a group that was destroyed.
 
     Raises:
-        RuntimeError: It is gone.
+        GroupGone: It is.
     """
     if group is None or not _is_known(group):
-        raise RuntimeError(
+        raise GroupGone(
             "the process group of the weights is gone (destroy_process_group() was called, or the "
             "offload was closed)"
         )
@@ -67,6 +81,27 @@ def abort_group(group: ProcessGroup | None) -> None:
     if group is not None and _is_known(group):
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
         abort(group)
+
+
+def abandon(group: ProcessGroup, work: Any) -> None:
+    """Keep a gloo group until what it does is over.
+
+    Its destructor waits for that, and would keep whoever drops the last reference for so long.
+    """
+    _abandoned[:] = [row for row in _abandoned if not row[1].is_completed()]
+    if not work.is_completed():
+        _abandoned.append((group, work))
+
+
+_abandoned: list[tuple[ProcessGroup, Any]] = []
+
+
+@atexit.register
+def _leave_abandoned() -> None:
+    """Never drop the last reference: the end of the process must not wait either."""
+    for group, work in _abandoned:
+        if not work.is_completed():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _is_known(group: ProcessGroup) -> bool:

@@ -81,6 +81,7 @@ class GlooCollective(Collective):
     def __init__(self, group: ProcessGroup) -> None:
         """Take ``group`` over."""
         self._group: ProcessGroup | None = group
+        self._streams: weakref.WeakSet[CpuStream] = weakref.WeakSet()
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         # A model that is forgotten without disable() takes its group along.
@@ -89,7 +90,15 @@ class GlooCollective(Collective):
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """Queue the gather."""
-        current_stream().run(partial(_gather, out, shard, living(self._group)))
+        stream = current_stream()
+        if isinstance(stream, CpuStream):
+            self._streams.add(stream)
+        stream.run(partial(_gather, out, shard, living(self._group)))
+
+    def abort(self, error: BaseException) -> None:
+        """Give up the streams: gloo cannot be interrupted, so their threads are left to it."""
+        for stream in list(self._streams):
+            stream.give_up(error)
 
     def close(self) -> None:
         """Destroy the group; local."""

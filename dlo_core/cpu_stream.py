@@ -177,6 +177,10 @@ class CpuStream:
         """Block until all queued work is done."""
         self.record_event().synchronize()
 
+    def give_up(self, error: BaseException) -> None:
+        """Raise ``error`` to all who wait for work of this stream, and do none of it any more."""
+        self._worker.give_up(error)
+
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Collect what is queued inside and hand it over as one item."""
@@ -201,6 +205,7 @@ class _Worker:
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[list[Callable[[], object]] | None] = queue.SimpleQueue()
         self._owed: list[_Ticket] = []
+        self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._stopping = False
         self.thread = threading.Thread(target=self._loop, name=f"dlo-{name}", daemon=True)
@@ -217,9 +222,22 @@ class _Worker:
 
     def owe(self, ticket: _Ticket) -> None:
         """Note a ticket that must be reached, with an error if need be."""
-        if len(self._owed) > 64:
-            self._owed = [owed for owed in self._owed if not owed.reached]
-        self._owed.append(ticket)
+        with self._lock:
+            if len(self._owed) > 64:
+                self._owed = [owed for owed in self._owed if not owed.reached]
+            self._owed.append(ticket)
+            error = self._error
+        if error is not None:
+            ticket.reach(error)
+
+    def give_up(self, error: BaseException) -> None:
+        """Reach all that is owed with ``error``, though the thread may sit in its present work."""
+        with self._lock:
+            self._error = self._error or error.with_traceback(None)
+            owed, self._owed = self._owed, []
+        for ticket in owed:
+            if not ticket.reached:
+                ticket.reach(self._error)
 
     def stop(self) -> None:
         """Drop the queue and end the thread after its present piece of work."""
@@ -243,11 +261,9 @@ class _Worker:
         # Whatever happens in a worker must reach the host that waits.
         except BaseException as error:
             # Its frames hold what the work held.
-            self._error = error.with_traceback(None)
+            self.give_up(error)
         if self._error is not None:
-            for ticket in self._owed:
-                if not ticket.reached:
-                    ticket.reach(self._error)
+            self.give_up(self._error)
 
 
 _workers: weakref.WeakSet[_Worker] = weakref.WeakSet()

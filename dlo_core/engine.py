@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ import torch
 from dlo_core.agreement import LoneAgreement
 from dlo_core.attributes import find_attributes
 from dlo_core.binding import BlockBinding
-from dlo_core.errors import UseError
+from dlo_core.errors import AgreementError, UseError
 from dlo_core.hooks import Hooks
 from dlo_core.layout import BlockLayout
 from dlo_core.loader import count_shard_nbytes, load_blocks, load_shards
@@ -24,6 +25,7 @@ from dlo_core.refresh import new_tensors, spec_of
 from dlo_core.remainder import Remainder, remainder_run
 from dlo_core.residents import ResidentBlocks
 from dlo_core.restore import give_back, give_back_meta, let_go, tensor_from
+from dlo_core.salvage import Salvage, fingerprint, keep_remainders
 from dlo_core.shard import trailers_nbytes
 from dlo_core.slots import Pool
 from dlo_core.source import ModuleTensor
@@ -40,9 +42,10 @@ from dlo_core.transfer import (
     TravellingBlock,
     expected_trailers,
 )
+from dlo_core.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from dlo_core.agreement import Agreement
     from dlo_core.config import OffloadConfig
@@ -74,6 +77,8 @@ class Engine:
         digest: bytes,
         progress: bool | Callable[[LoadProgress], None],
         shares: bool,
+        samples: Mapping[str, str] | None = None,
+        kept: Salvage | None = None,
     ) -> None:
         """Allocate the device's memory and read all bytes into ``store``; no model is touched.
 
@@ -87,6 +92,8 @@ class Engine:
             digest: Of the trailers.
             progress: As for ``enable``.
             shares: Whether any rank of the group shares host memory, on this node or another.
+            samples: Of the values; see ``Salvage``.
+            kept: What ``store`` came from, with the shards in it.
 
         Raises:
             CheckpointError: The bytes cannot be read.
@@ -102,7 +109,10 @@ class Engine:
         self.shares = shares
         self._load_threads = config.load_threads
         hosts = [remainder_run(plan.remainder.nbytes) for plan in plans]
+        self._kept = kept
         self._load(digest, progress, hosts)
+        self._digest, self._samples = digest, dict(samples or {})
+        self._fingerprint = fingerprint(store) if collective.size > 1 else None
         self.pool = self._make_pool(config)
         self.remainders = [
             [
@@ -116,6 +126,7 @@ class Engine:
         self.streamers: list[Streamer] = []
         self.states: list[ModelState] = []
         self.edited = False
+        self.watch: Watch | None = None
         self._hooks: list[Hooks] = []
         self._waves = itertools.count(1)
 
@@ -126,6 +137,9 @@ class Engine:
         hosts: Sequence[torch.Tensor],
     ) -> None:
         """Read this rank's shards, or its part of those that it shares, and the remainders."""
+        if self._kept is not None:
+            keep_remainders(self.plans, hosts)
+            return
         rank = self.collective.rank
         total = count_shard_nbytes(self.plans, rank) if self.store.reads else 0
         with reporting(progress, total) as report:
@@ -191,7 +205,7 @@ class Engine:
         for model, plan in enumerate(self.plans):
             agree: Agree = _AgreeAlone()
             if self.transfer.gathers:
-                agree = _AgreeOver(agreement, self._timeout_s, model)
+                agree = _AgreeOver(agreement, self._timeout_s, model, self.pool)
             count = len(plan.layouts)
             bindings = [
                 BlockBinding(block.module, owned, layout, self._backend.device)
@@ -245,6 +259,18 @@ class Engine:
                 )
             )
             first += count
+        board = agreement.board() if self.transfer.gathers else None
+        if board is not None:
+            self.watch = Watch(
+                board,
+                self.pool,
+                self.streamers,
+                self.collective,
+                self.transfer,
+                members=agreement.members,
+                timeout_s=self._timeout_s,
+                host_blocks=self._backend.capabilities.host_blocks,
+            )
 
     def _make_state(self, plan: ModelPlan, streamer: Streamer) -> ModelState:
         readback = ReadBack(
@@ -289,6 +315,8 @@ class Engine:
         for hooks in self._hooks:
             hooks.attach(owner)
         self.streamers[0].tape.prefetch()
+        if self._kept is not None:
+            self._kept.hand_over()
 
     @property
     def remainder_nbytes(self) -> int:
@@ -341,24 +369,29 @@ class Engine:
             UseError: A forward is under way.
             DloError: The values cannot be had; the models stay as they are.
         """
+        with self._between_passes():
+            if to != "meta":
+                self.streamers[0].check_whole()
+            with torch.inference_mode(False), torch.no_grad():
+                self._restore(to)
+
+    @contextmanager
+    def _between_passes(self) -> Iterator[None]:
         if not self.pool.lock.acquire(blocking=False):
             raise UseError("busy: another thread is inside the model; wait for its forward to end")
         try:
             if self.pool.busy:
                 raise UseError("busy: a block computes now; call disable() between passes")
-            if to != "meta":
-                self.streamers[0].check_whole()
-            with torch.inference_mode(False), torch.no_grad():
-                self._restore(to)
+            yield
         finally:
             self.pool.lock.release()
 
-    def _restore(self, to: str) -> None:
+    def _restore(self, to: str, *, remainder_to: str = "") -> None:
         values = {} if to == "meta" else self._fetch()
         for index, (plan, streamer) in enumerate(zip(self.plans, self.streamers, strict=True)):
             self._restore_blocks(plan, streamer, values, to)
             for remainder in self.remainders[index]:
-                remainder.detach(to)
+                remainder.detach(remainder_to or to)
             self._hooks[index].detach()
 
     def _restore_blocks(
@@ -431,14 +464,54 @@ class Engine:
         self.transfer.release(slot, number)
         values[number] = _tensors(self.layouts[number], run)
 
-    def release(self, reason: str) -> None:
+    def salvage(self, reason: str, host: tuple[str | None, int | None]) -> Salvage:
+        """Take the models off, release everything but the host shards, and return these.
+
+        The models keep what stayed on the device, with its values; the blocks' tensors are on meta.
+
+        Args:
+            reason: For who calls the models' blocks now.
+            host: The tier and the budget that were asked for.
+
+        Raises:
+            UseError: A forward is under way.
+        """
+        with self._between_passes(), torch.inference_mode(False), torch.no_grad():
+            self._restore("meta", remainder_to="cpu")
+        lost = ""
+        if self.edited:
+            lost = (
+                "the weights were updated since they were read, and ranks that read them anew "
+                "would not have that; offload() without reuse=, then update_weights() again"
+            )
+        place = (self.collective.rank, self.collective.size)
+        kept = Salvage(
+            self.store,
+            self._fingerprint,
+            digest=self._digest,
+            samples=self._samples,
+            place=place,
+            host=host,
+            lost=lost,
+        )
+        self.release(reason, keep_store=True)
+        return kept
+
+    def release(self, reason: str, *, keep_store: bool = False) -> None:
         """Let all memory, streams and groups go without a collective; idempotent."""
+        for streamer in self.streamers:
+            streamer.close(reason)
+        if self.watch is not None:
+            self.watch.close("closed", reason)
+        if self.pool.lock.acquire(blocking=False):
+            self.pool.lock.release()
+        else:
+            # Another thread is inside, and may wait for a peer for long.
+            self.collective.abort(UseError(reason))
         stuck = self.collective.stuck()
         if not stuck:
             # Memory that is freed here may still be read by compute that was queued before.
             self._backend.current_stream().synchronize()
-        for streamer in self.streamers:
-            streamer.close(reason)
         for remainder in (part for parts in self.remainders for part in parts):
             remainder.release(reason)
         for plan in self.plans:
@@ -456,17 +529,21 @@ class Engine:
             )
         else:
             self.transfer.close()
-            self.store.release()
         self.pool.release()
+        if not keep_store and not stuck:
+            self.store.release()
         self.blocks = []
 
     def discard(self) -> None:
         """Let everything go before ``commit``; the models were not touched."""
         for streamer in self.streamers:
             streamer.close("loading failed")
+        if self.watch is not None:
+            self.watch.close("closed", "loading failed")
         self.transfer.close()
         self.pool.release()
-        self.store.release()
+        if self._kept is None:
+            self.store.release()
 
     def detach(self) -> None:
         """Take the wrappers off and put tensors without values in; after ``release``."""
@@ -504,18 +581,32 @@ class _AgreeAlone:
 class _AgreeOver:
     """The exchange over the control group; see [Note: the first pass] in tape.py."""
 
-    def __init__(self, agreement: Agreement, timeout_s: float, model: int) -> None:
+    def __init__(self, agreement: Agreement, timeout_s: float, model: int, pool: Pool) -> None:
         self._agreement = agreement
         self._timeout_s = timeout_s
         self._topic = f"fills of model {model}"
+        self._pool = pool
 
     def __call__(self, mine: FirstPass, serve: Callable[[int], None]) -> FirstPass:
-        answers = self._agreement.exchange(
-            mine,
-            "the ring order after the first pass",
-            self._timeout_s,
-            meanwhile=lambda: serve(self._agreement.announced(self._topic)),
-        )
+        def meanwhile() -> None:
+            if self._pool.failure is not None:
+                raise self._pool.failure
+            serve(self._agreement.announced(self._topic))
+
+        what = "the ring order after the first pass"
+        try:
+            answers = self._agreement.exchange(mine, what, self._timeout_s, meanwhile=meanwhile)
+        except AgreementError as error:
+            if self._pool.explain is None:
+                raise
+            found = self._pool.explain(error.missing)
+            if found.kind == "nobody":
+                raise
+            missing = error.missing if found.culprit < 0 else (found.culprit,)
+            raise AgreementError(
+                f"{what}: the ranks could not agree within {self._timeout_s:g} s: {found.text}",
+                missing=missing,
+            ) from error
         return agreed(answers)
 
     def announce(self, wanted: int) -> None:

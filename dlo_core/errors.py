@@ -5,6 +5,11 @@ A message says what went wrong, what was got, what was wanted and what to do abo
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 __all__ = [
     "AgreementError",
     "BackendError",
@@ -37,7 +42,15 @@ class CheckpointError(DloError, ValueError):
 
 
 class AgreementError(DloError, RuntimeError):
-    """Raised on every rank when the ranks of a group differ or one of them did not answer."""
+    """Raised on every rank when the ranks of a group differ or one of them did not answer.
+
+    Attributes:
+        missing: Ranks in the group that did not answer, as far as is known.
+    """
+
+    def __init__(self, message: str = "", *, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
 
 
 class HostMemoryError(DloError, MemoryError):
@@ -59,13 +72,26 @@ class FillError(DloError, RuntimeError):
         rank: Rank in the shard group on which the error was seen.
         block: Dotted name of the block.
         fill: Number of the fill on the tape.
+        culprit: Rank in the shard group that is to blame; -1 where it cannot be named.
+        reason: What is known about the cause, without what it did to this rank.
     """
 
-    def __init__(self, message: str, *, rank: int, block: str, fill: int) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        block: str,
+        fill: int,
+        culprit: int = -1,
+        reason: str = "",
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.block = block
         self.fill = fill
+        self.culprit = culprit
+        self.reason = reason
 
 
 class FillTimeout(FillError):

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_means", "check_one_node", "make_collective"]
 
+# Of a comm library, beyond the watch's own deadline.
+_SPARE_S = 60.0
 _REMEDY = "use gather_by='kernels'"
 
 
@@ -57,9 +59,14 @@ def make_collective(config: OffloadConfig, backend: Backend, agreement: Agreemen
     Raises:
         AgreementError: The ranks could not connect.
     """
+    limit_s = config.timeout_s
+    if not backend.capabilities.host_blocks:
+        # The watch comes first: a comm library of a device whose own limit is over may end the
+        # whole process.
+        limit_s = 2 * limit_s + _SPARE_S
     copies = config.gather_by == "copies"
-    options = backend.copies_options(config.timeout_s) if copies else None
-    made = agreement.new_group(backend.comm_library, config.timeout_s, options)
+    options = backend.copies_options(limit_s) if copies else None
+    made = agreement.new_group(backend.comm_library, limit_s, options)
     try:
         return backend.copies_collective(made) if copies else backend.collective(made)
     except BaseException:

@@ -17,7 +17,7 @@ import torch
 from dlo_core.errors import BackendError, HostMemoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
@@ -33,6 +33,7 @@ __all__ = [
     "MemoryInfo",
     "PinnedAllocator",
     "Registration",
+    "Seal",
     "Stream",
 ]
 
@@ -235,6 +236,19 @@ class Collective(ABC):
         """
         return False
 
+    def abort(self, error: BaseException) -> None:
+        """Give up the gathers that are under way, so that nobody waits for them any more.
+
+        Called from any thread, once, when the offload has failed; never waits for another rank.
+        ``close`` comes later. Where it does nothing, who waits gets on when the comm library's own
+        timeout is over.
+
+        Args:
+            error: What to raise to a host that waits for one of them, as the cause of an error of
+                the backend's own.
+        """
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Give the process group back without entering a collective. Idempotent.
@@ -253,6 +267,21 @@ class Check(ABC):
     @abstractmethod
     def failed(self) -> bool:
         """Return whether any comparison that is done so far found a difference. Never waits."""
+
+
+class Seal(ABC):
+    """Spoils what a pass returned, if gathers were given up before the device came to its end.
+
+    The host may have left the model's call by then, so nothing can be raised there.
+    """
+
+    @abstractmethod
+    def apply(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Queue, on the current stream: if ``give_up`` was called by now, fill them with NaN."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """Spoil what the device has not yet come to the end of. From any thread; never waits."""
 
 
 class Backend(ABC):
@@ -303,6 +332,13 @@ class Backend(ABC):
     @abstractmethod
     def new_check(self) -> Check:
         """Return a new comparison of device bytes."""
+
+    def new_seal(self) -> Seal | None:
+        """Return a new seal, where the host runs ahead of the device; None: it need not have one.
+
+        Needed where ``Collective.abort`` lets streams go on with bytes that never came.
+        """
+        return None
 
     @abstractmethod
     def collective(self, group: ProcessGroup) -> Collective:

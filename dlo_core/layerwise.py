@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from dlo_core.interface import Backend
     from dlo_core.plan import Footprint
     from dlo_core.refit import NamedTensors
+    from dlo_core.salvage import Salvage
     from dlo_core.shard_group import Group
     from dlo_core.slicing import TpPlan
     from dlo_core.startup import (
@@ -97,13 +99,15 @@ class LayerwiseOffload:
         self._topology = topology
         self._shard_group = ShardGroup.of(config, group, topology)
         self._shard_group.compare(config.load_timeout_s)
-        agreement = self._shard_group.meet(config.load_timeout_s)
+        agreement = self._shard_group.meet(config.load_timeout_s, config.timeout_s)
         self._agreement: Agreement | None = agreement
         self._rank, self._size = agreement.rank, agreement.size
         self._engine: Engine | None = None
         self._models: tuple[nn.Module, ...] = ()
         self._footprint: Footprint | None = None
         self._shut_down = False
+        self._closing = threading.RLock()
+        self._salvage: Salvage | None = None
         self._backend = self._find_backend(device, agreement)
         alone = group is None and topology is None
         if alone and config.use_allgather and _world_size() > 1:
@@ -169,6 +173,20 @@ class LayerwiseOffload:
         return self._footprint
 
     @property
+    def failed(self) -> bool:
+        """Whether something closed the offload for good; ``failure`` says what.
+
+        Then every later call raises, but ``shutdown()``, ``stats()`` and ``disable()``, which
+        works where it needs no other rank. ``offload(..., reuse=this)`` begins anew.
+        """
+        return self.failure is not None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What closed the offload for good, or None; a ``FillError`` names rank and block."""
+        return None if self._engine is None else self._engine.pool.failure
+
+    @property
     def models(self) -> tuple[nn.Module, ...]:
         """The enabled models."""
         return self._models
@@ -199,6 +217,7 @@ class LayerwiseOffload:
         transforms: TransformsEach = None,
         post_load: PostLoads = None,
         progress: Progress = False,
+        reuse: LayerwiseOffload | None = None,
     ) -> LayerwiseOffload:
         """Offload ``models``: all ranks succeed, or all raise and every model is as it was.
 
@@ -224,6 +243,10 @@ class LayerwiseOffload:
                 that make what no checkpoint has: non-persistent buffers of models on meta.
             progress: True for a bar on a terminal, or a function that is given ``LoadProgress``; an
                 exception from it cancels on every rank.
+            reuse: An offload that failed: its models are taken off it, and its host shards are used
+                where they are what would be read (the same layouts and values, the same rank of as
+                many, unchanged). A rank where they are not, or that has none, reads. When this
+                raises, it can be given again.
 
         Raises:
             ConfigError: A setting or a model cannot be honoured.
@@ -231,12 +254,19 @@ class LayerwiseOffload:
             HostMemoryError: Host memory cannot be had.
             AgreementError: The ranks differ, or one did not answer.
         """
-        problem = self._why_not_enable()
+        problem: Exception | None = self._why_not_enable()
         if self._shut_down:
             raise UseError("this offload was shut down; make a new one")
         agreement = self._agreement = self._agreement or self._shard_group.meet(
-            self._config.load_timeout_s
+            self._config.load_timeout_s, self._config.timeout_s
         )
+        salvage: Salvage | None = None
+        if problem is None and reuse is not None:
+            try:
+                salvage = _salvage_of(reuse, self)
+            # Every rank must hear of it, whatever it is.
+            except Exception as error:
+                problem = error
         startup = Startup(self._config, backend=self._backend, agreement=agreement)
         request = Request(
             models,
@@ -248,6 +278,7 @@ class LayerwiseOffload:
             post_load,
             tp_plan,
             self._tp(),
+            salvage,
         )
         engine, self._footprint = startup.run(request, problem)
         engine.commit(self)
@@ -290,15 +321,36 @@ class LayerwiseOffload:
         )
 
     def shutdown(self) -> None:
-        """Release all memory without restoring and without a collective; safe to call twice.
+        """Release all memory without restoring and without a collective.
 
-        Afterwards the models raise when they are called; ``disable(to="meta")`` makes them plain.
+        Any thread may call it at any time, and again. A forward that another thread is in ends
+        with an error. Afterwards the models raise when they are called; ``disable(to="meta")``
+        makes them plain.
         """
-        if self._engine is not None and not self._shut_down:
-            self._engine.release(_SHUT_DOWN)
-            _logger.info("shut down%s", self._where(), extra=self._extra)
-        self._shut_down = True
-        self._close_agreement()
+        with self._closing:
+            if self._salvage is not None:
+                self._salvage.release()
+            if self._engine is not None and not self._shut_down:
+                self._engine.release(_SHUT_DOWN)
+                _logger.info("shut down%s", self._where(), extra=self._extra)
+            self._shut_down = True
+            self._close_agreement()
+
+    def salvage(self) -> Salvage:
+        """Shut down, but keep the host shards for ``reuse=``; internal.
+
+        Raises:
+            UseError: There are none, or a forward is under way.
+        """
+        with self._closing:
+            if self._salvage is None:
+                engine = self._present()
+                host = (self._config.host, self._config.pin_budget_bytes)
+                self._salvage = engine.salvage(_SHUT_DOWN, host)
+                self._engine, self._models = None, ()
+                self._shut_down = True
+                self._close_agreement()
+            return self._salvage
 
     def load_resident_layers(self) -> None:
         """Load the resident layers that were dropped, before the next forward does.
@@ -551,7 +603,7 @@ class LayerwiseOffload:
         Raises:
             UseError: Nothing is enabled.
         """
-        return collect_stats(self._running())
+        return collect_stats(self._present())
 
     def __enter__(self) -> LayerwiseOffload:
         """Return itself."""
@@ -634,8 +686,7 @@ class LayerwiseOffload:
         return engine, do_together(agreement, what, check)
 
     def _living_agreement(self) -> Agreement:
-        if self._agreement is None:
-            self._running()
+        self._running()
         assert self._agreement is not None
         return self._agreement
 
@@ -670,6 +721,12 @@ class LayerwiseOffload:
         return f" on rank {self.rank} of {self.size}" if self.size > 1 else ""
 
     def _running(self) -> Engine:
+        """Return the running parts; raise when they have failed, and ask nobody about it."""
+        engine = self._present()
+        engine.streamers[0].check_alive()
+        return engine
+
+    def _present(self) -> Engine:
         if self._engine is None or self._shut_down:
             state = "was shut down" if self._shut_down else "is not enabled"
             raise UseError(f"this offload {state}")
@@ -738,6 +795,17 @@ class LayerwiseOffload:
             "; no checkpoint to restore from: disable() needs all ranks" if needs_all else "",
             extra=self._extra,
         )
+
+
+def _salvage_of(reuse: object, mine: LayerwiseOffload) -> Salvage:
+    if not isinstance(reuse, LayerwiseOffload) or reuse is mine:
+        raise ConfigError(
+            f"reuse= must be an earlier LayerwiseOffload; got {type(reuse).__name__}"
+            + (" itself" if reuse is mine else "")
+        )
+    salvage = reuse.salvage()
+    salvage.check()
+    return salvage
 
 
 def _check_rank(to_rank: object, size: int) -> None:

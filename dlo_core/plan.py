@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,6 @@ from dlo_core.source import (
 )
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Sequence
 
     from dlo_core.config import OffloadConfig
@@ -43,17 +43,20 @@ __all__ = [
     "Footprint",
     "Loading",
     "ModelPlan",
+    "files_of",
     "own_values",
     "plan_model",
     "plan_residents",
     "plan_ring",
     "predict",
     "resident_numbers",
+    "sample_stored",
     "sample_values",
 ]
 
 
 _SAMPLE = 1024
+_SAMPLED_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,12 +151,14 @@ class Loading:
         key_map: From the checkpoint's names to the model's.
         transforms: What is done to the checkpoint's tensors.
         post_load: Makes what no checkpoint has.
+        kept: Whether the blocks' bytes are at hand, so that tensors on meta need no source.
     """
 
     checkpoint: str | os.PathLike[str] | None = None
     key_map: KeyMap = None
     transforms: Transforms = None
     post_load: PostLoad = None
+    kept: bool = False
 
 
 def plan_model(
@@ -287,7 +292,7 @@ def _prove(
     strict: bool,
 ) -> tuple[dict[str, Source], _Opened | None]:
     if opened is None:
-        return prove_module(inventory, made.values), None
+        return prove_module(inventory, made.values, kept=loading.kept), None
     try:
         sources = prove_checkpoint(
             inventory,
@@ -296,6 +301,7 @@ def _prove(
             transforms=loading.transforms,
             made=made.values,
             slicing=slicing,
+            kept=loading.kept,
         )
     except CheckpointError as error:
         if strict:
@@ -336,6 +342,36 @@ def sample_values(plan: ModelPlan) -> bytes:
     return digest.digest()
 
 
+def files_of(plan: ModelPlan) -> str:
+    """Return what is equal on this node for the same files of a checkpoint, unchanged.
+
+    Nothing is read. Two files with the same content differ.
+    """
+    told = []
+    assert plan.checkpoint is not None
+    for path in sorted({tensor.path for tensor in plan.checkpoint.tensors.values()}):
+        status = os.stat(path)
+        told.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+    return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+def sample_stored(plan: ModelPlan) -> bytes:
+    """Return a sha256 over a few bytes of a few blocks of the checkpoint.
+
+    As ``sample_values``, for ranks that read different files; but reads are slow in some places, so
+    it is one from each of at most 16 blocks.
+    """
+    digest = hashlib.sha256()
+    step = -(-len(plan.layouts) // _SAMPLED_BLOCKS)
+    for layout in plan.layouts[::step]:
+        spec = max(layout.tensors, key=lambda spec: spec.nbytes)
+        start = max(0, spec.nbytes // 2 - _SAMPLE)
+        part = torch.empty(min(_SAMPLE, spec.nbytes - start), dtype=torch.uint8, device="cpu")
+        plan.sources[spec.name].read(spec, start, start + part.numel(), part)
+        digest.update(part.numpy().tobytes())
+    return digest.digest()
+
+
 def own_values(plan: ModelPlan) -> dict[str, str]:
     """Return digests of the streamed tensors that each rank made itself, by name.
 
@@ -346,7 +382,7 @@ def own_values(plan: ModelPlan) -> dict[str, str]:
     for layout in plan.layouts:
         for spec in layout.tensors:
             source = plan.sources[spec.name]
-            if not isinstance(source, ModuleTensor):
+            if not isinstance(source, ModuleTensor) or source.tensor.is_meta:
                 continue
             if plan.checkpoint is None and id(source.tensor) not in made:
                 continue

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
+    from dlo_core.store_line import StoreLine
+
 __all__ = ["MissingRanks", "default_store", "meet", "new_group_of"]
 
 _POLL_S = 0.2
@@ -53,7 +55,7 @@ def default_store() -> Store:
     return store
 
 
-def meet(store: Store, members: Sequence[int], rank: int, timeout_s: float) -> str:
+def meet(store: StoreLine, members: Sequence[int], rank: int, timeout_s: float) -> str:
     """Return a fresh name that all members of a group return alike.
 
     Args:
@@ -72,7 +74,7 @@ def meet(store: Store, members: Sequence[int], rank: int, timeout_s: float) -> s
     return _follow(store, place, rank, deadline)
 
 
-def _lead(store: Store, place: str, size: int, deadline: float) -> str:
+def _lead(store: StoreLine, place: str, size: int, deadline: float) -> str:
     name = uuid.uuid4().hex
     asked: dict[int, str] = {}
     while len(asked) < size - 1:
@@ -94,7 +96,7 @@ def _lead(store: Store, place: str, size: int, deadline: float) -> str:
     return name
 
 
-def _follow(store: Store, place: str, rank: int, deadline: float) -> str:
+def _follow(store: StoreLine, place: str, rank: int, deadline: float) -> str:
     request = uuid.uuid4().hex
     asking, answer = f"{place}/ask/{rank}", f"{place}/answer/{request}"
     store.set(asking, request)

@@ -101,7 +101,7 @@ class ResidentBlocks:
                 self._transfer.load(self._pool.residents[number], number)
             except BaseException as error:
                 # An interrupt, too: the other ranks go on, so this one's collectives are over.
-                self._pool.failure = error
+                self._pool.fail(error)
                 if isinstance(error, Exception) and not isinstance(error, DloError | FeedError):
                     raise FeedError(f"{type(error).__name__}: {error}", number) from error
                 raise

@@ -107,8 +107,12 @@ class ShardGroup:
         if self.peers and self.group is None:
             reach(self.peers[:1], self.settings, timeout_s)
 
-    def meet(self, timeout_s: float) -> Agreement:
+    def meet(self, timeout_s: float, patience_s: float | None = None) -> Agreement:
         """Return how the ranks agree; all of ``group`` must call this.
+
+        Args:
+            timeout_s: How long they wait for each other.
+            patience_s: How long they wait for the store of the job; None: as long.
 
         Raises:
             ConfigError: This process is not in the group.
@@ -117,7 +121,7 @@ class ShardGroup:
         """
         group = self.group
         if group is None:
-            return self._meet_sharers(timeout_s)
+            return self._meet_sharers(timeout_s, patience_s)
         if isinstance(group, Agreement):
             if self.within_node:
                 raise ConfigError("shard_within='node' needs a process group")
@@ -125,7 +129,7 @@ class ShardGroup:
         member = check_member(group)
         if dist.get_world_size(member) == 1:
             return LoneAgreement()
-        whole = GroupAgreement(member, timeout_s)
+        whole = GroupAgreement(member, timeout_s, patience_s)
         try:
             mine = {dist.get_rank(): dict(self.settings) | {"node": self.node}}
             told = _joined(whole.exchange(mine, "offload()"), self.settings, "offload()")
@@ -137,13 +141,15 @@ class ShardGroup:
         whole.close()
         nodes = [told[rank]["node"] for rank in whole.members]
         members = split_by_node(whole.members, nodes, self.node)
-        return GroupAgreement(members, timeout_s) if len(members) > 1 else LoneAgreement()
+        if len(members) == 1:
+            return LoneAgreement()
+        return GroupAgreement(members, timeout_s, patience_s)
 
-    def _meet_sharers(self, timeout_s: float) -> Agreement:
+    def _meet_sharers(self, timeout_s: float, patience_s: float | None) -> Agreement:
         """Return how the ranks agree that share one copy a node, where any do."""
         if not self.shares or not self.peers:
             return LoneAgreement()
-        return GroupAgreement(reach(self.peers, self.settings, timeout_s), timeout_s)
+        return GroupAgreement(reach(self.peers, self.settings, timeout_s), timeout_s, patience_s)
 
 
 def reach(

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
 
+    from dlo_core.diagnosis import Diagnosis
     from dlo_core.interface import Backend, Check, Event
 
 __all__ = ["Pool", "Slot", "Stage"]
@@ -111,6 +112,9 @@ class Pool:
         owner: The tape whose fills they hold now.
         lock: Held by the thread that is inside a pass.
         failure: What closed the pool for good, if anything did.
+        spoiled: Whether gathers were given up on which the device computes all the same.
+        explain: Says which rank is to blame when a transfer went wrong, or some ranks did not come;
+            None: nobody watches.
         torn: Names of the tensors that an update which failed had begun to write, by their keys.
     """
 
@@ -119,6 +123,8 @@ class Pool:
     residents: dict[int, Slot] = field(default_factory=dict)
     owner: Any = None
     failure: BaseException | None = None
+    spoiled: bool = False
+    explain: Callable[[Sequence[int]], Diagnosis] | None = None
     torn: dict[Any, str] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -184,6 +190,12 @@ class Pool:
     def residents_nbytes(self) -> int:
         """Bytes of the blocks that stay and are there."""
         return sum(slot.buffer.nbytes for slot in self.residents.values())
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Close the pool for good, unless it is already; return what closed it."""
+        if self.failure is None:
+            self.failure = error
+        return self.failure
 
     def release(self) -> None:
         """Let the buffers go; work that is under way keeps its own alive."""

@@ -215,19 +215,21 @@ class _Conversion:
 
 
 def prove_module(
-    inventory: Inventory, made: Mapping[int, torch.Tensor] | None = None
+    inventory: Inventory, made: Mapping[int, torch.Tensor] | None = None, *, kept: bool = False
 ) -> dict[str, Source]:
     """Return a source for every tensor, by its first name, all of them in the module.
 
     Args:
         inventory: The tensors.
         made: Values that ``post_load=`` made, by the id of the tensor that they are for.
+        kept: Whether streamed tensors may be on meta, for their bytes are at hand.
 
     Raises:
         ConfigError: A tensor is on meta; names it.
     """
     values = {item.name: _value_of(item, made or {}) for item in inventory.owned()}
-    empty = [name for name, value in values.items() if value.is_meta]
+    at_hand = _streamed(inventory) if kept else frozenset()
+    empty = [name for name, value in values.items() if value.is_meta and name not in at_hand]
     if empty:
         raise ConfigError(
             f"{_listed(empty)} on the meta device and has no values; pass checkpoint= with the "
@@ -258,6 +260,7 @@ def prove_checkpoint(
     transforms: Transforms = None,
     made: Mapping[int, torch.Tensor] | None = None,
     slicing: Slicing | None = None,
+    kept: bool = False,
 ) -> dict[str, Source]:
     """Return a source for every tensor, by its first name, having compared all headers.
 
@@ -271,13 +274,17 @@ def prove_checkpoint(
         transforms: What is done to its tensors.
         made: Values that ``post_load=`` made, by the id of the tensor that they are for.
         slicing: Which part of each this tensor-parallel rank has; None: all of it.
+        kept: Whether streamed tensors may be without a source, for their bytes are at hand.
 
     Raises:
         ConfigError: A transform does not fit or is for no tensor.
         CheckpointError: A tensor is missing, unknown, or has another shape or dtype; names them all
             up to a few.
     """
-    proof = _Proof(checkpoint, recipes, TransformTable(transforms), made or {}, slicing)
+    at_hand = _streamed(inventory) if kept else frozenset()
+    proof = _Proof(
+        checkpoint, recipes, TransformTable(transforms), made or {}, slicing, at_hand=at_hand
+    )
     for item in inventory.owned():
         proof.add(item)
     return proof.end()
@@ -293,12 +300,15 @@ class _Proof:
         transforms: TransformTable,
         made: Mapping[int, torch.Tensor],
         slicing: Slicing | None,
+        *,
+        at_hand: frozenset[str],
     ) -> None:
         self._checkpoint = checkpoint
         self._recipes = recipes
         self._transforms = transforms
         self._made = made
         self._slicing = slicing
+        self._at_hand = at_hand
         self._sources: dict[str, Source] = {}
         self._problems: list[str] = []
         self._used: set[str] = set()
@@ -333,7 +343,7 @@ class _Proof:
         value = _value_of(item, self._made)
         if value is item.tensor and item.persistent:
             self._missing.append(item.name)
-        elif value.is_meta:
+        elif value.is_meta and item.name not in self._at_hand:
             self._lost.append(item.name)
         else:
             self._sources[item.name] = ModuleTensor(value)
@@ -400,6 +410,10 @@ def _sampled_alike(
             each.read(spec, start, start + length, run[number * length : (number + 1) * length])
         rows.append(run)
     return torch.equal(*rows)
+
+
+def _streamed(inventory: Inventory) -> frozenset[str]:
+    return frozenset(item.name for owned in inventory.streamed for item in owned)
 
 
 def _value_of(item: Owned, made: Mapping[int, torch.Tensor]) -> torch.Tensor:

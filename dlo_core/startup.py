@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import warnings
 from dataclasses import dataclass, replace
@@ -25,11 +26,13 @@ from dlo_core.plan import (
     Footprint,
     Loading,
     ModelPlan,
+    files_of,
     own_values,
     plan_model,
     plan_residents,
     predict,
     resident_numbers,
+    sample_stored,
     sample_values,
 )
 from dlo_core.segment import Segment, SegmentMaker, receive
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from dlo_core.key_map import KeyMap
     from dlo_core.post_load import PostLoad
     from dlo_core.progress import LoadProgress
+    from dlo_core.salvage import Salvage
     from dlo_core.slicing import TpPlan
     from dlo_core.transforms import Transforms
 
@@ -59,8 +63,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Request", "Startup"]
 
+_logger = logging.getLogger("dlo")
+
 # Settings in which ranks may differ: the bytes that are gathered are the same.
 _OWN_SETTINGS = ("host", "pin_budget_bytes", "load_threads", "direct_io")
+_FILES = "files of model {}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +81,7 @@ class Request:
         progress: As in ``enable``.
         tp_plan: As in ``enable``.
         tp: Rank in the tensor-parallel group, and its size.
+        salvage: Shards of an earlier offload, to be used where they fit.
     """
 
     models: tuple[nn.Module, ...]
@@ -85,6 +93,7 @@ class Request:
     post_load: PostLoads = None
     tp_plan: TpPlan | None = None
     tp: tuple[int, int] = (0, 1)
+    salvage: Salvage | None = None
 
     def loadings(self) -> list[Loading]:
         """Return where each model's values come from.
@@ -100,7 +109,7 @@ class Request:
             _one_of("post_load", self.post_load, count),
             strict=True,
         )
-        return [Loading(*row) for row in rows]
+        return [Loading(*row, kept=self.salvage is not None) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +122,8 @@ class _Decision:
         residents: The numbers of the blocks that stay, of each model.
         footprint: The bytes that it takes.
         wish: The host memory that it wants.
+        samples: Facts about the values; none in rank-local mode.
+        kept: Shards that are used again instead of being read.
     """
 
     facts: dict[str, str]
@@ -120,6 +131,8 @@ class _Decision:
     residents: tuple[frozenset[int], ...]
     footprint: Footprint
     wish: Wish
+    samples: dict[str, str]
+    kept: Salvage | None
 
 
 class Startup:
@@ -163,7 +176,7 @@ class Startup:
             if problem is None:
                 check_means(self._config, self._backend, gathers=self.gathers)
                 self._plan(request, plans)
-                decision = self._decide(plans)
+                decision = self._decide(plans, request.salvage)
                 made = _Made()
         # Every rank must hear of it, whatever it is.
         except BaseException as error:
@@ -173,12 +186,35 @@ class Startup:
             assert decision is not None
             assert made is not None
             agree_on(self._agreement, decision.facts, "offload()")
+            self._compare_files(plans, decision)
             return self._build(made, plans, decision, request.progress)
         except BaseException:
             for plan in plans:
                 if plan.checkpoint is not None:
                     plan.checkpoint.close()
             raise
+
+    def _compare_files(self, plans: Sequence[ModelPlan], decision: _Decision) -> None:
+        """Refuse ranks that would read other values: by the files, or else by a sample of them.
+
+        Raises:
+            AgreementError: They would.
+        """
+        if not self.gathers:
+            return
+        mine = [decision.samples[name] for name in _files(plans)]
+        everyone = self._agreement.exchange(mine, "offload()")
+        if all(theirs == mine for theirs in everyone):
+            return
+
+        def sample() -> dict[str, str]:
+            return {
+                f"values of model {number} (a sample)": sample_stored(plan).hex()[:12]
+                for number, plan in enumerate(plans)
+                if plan.checkpoint is not None
+            }
+
+        agree_on(self._agreement, do_together(self._agreement, "offload()", sample), "offload()")
 
     def _plan(self, request: Request, plans: list[ModelPlan]) -> None:
         """Append a plan for every model."""
@@ -214,9 +250,10 @@ class Startup:
                 )
             )
 
-    def _decide(self, plans: Sequence[ModelPlan]) -> _Decision:
+    def _decide(self, plans: Sequence[ModelPlan], salvage: Salvage | None) -> _Decision:
         """Return what the plans come to; in rank-local mode only the mode must be the same."""
         facts = {"dlo": __version__, "use_allgather": str(self._config.use_allgather)}
+        samples: dict[str, str] = {}
         if self.gathers:
             facts["device"] = self._backend.name
             facts |= {
@@ -226,6 +263,8 @@ class Startup:
             }
             for number, plan in enumerate(plans):
                 facts |= _facts_of(number, plan)
+            samples = _samples(plans, salvage)
+            facts |= {name: value for name, value in samples.items() if name not in _files(plans)}
         residents = plan_residents(plans, self._config)
         digest = hashlib.sha256()
         for plan in plans:
@@ -241,8 +280,44 @@ class Startup:
             machine=Machine(),
             staying=resident_numbers(plans, residents),
         )
+        kept = self._kept(plans, salvage, digest.digest(), samples)
+        if kept is not None:
+            # It has them already.
+            wish = replace(wish, bounds=(), lock=None)
         footprint = predict(plans, self._config, residents)
-        return _Decision(facts, digest.digest(), residents, footprint, wish)
+        return _Decision(facts, digest.digest(), residents, footprint, wish, samples, kept)
+
+    def _kept(
+        self,
+        plans: Sequence[ModelPlan],
+        salvage: Salvage | None,
+        digest: bytes,
+        samples: dict[str, str],
+    ) -> Salvage | None:
+        """Return the salvage if it is what would be read; say so if it is not.
+
+        Raises:
+            ConfigError: It is not, and there is nothing to read.
+        """
+        if salvage is None:
+            return None
+        reason = "in rank-local mode nothing is spread over ranks"
+        if self.gathers:
+            place = (self._agreement.rank, self._agreement.size)
+            host = (self._config.host, self._config.pin_budget_bytes)
+            reason = salvage.why_not(digest=digest, samples=samples, place=place, host=host)
+        if not reason:
+            return salvage
+        for plan in plans:
+            if plan.checkpoint is None and any(
+                item.tensor.is_meta for owned in plan.inventory.streamed for item in owned
+            ):
+                raise ConfigError(
+                    f"reuse= cannot be honoured: {reason}; and there is nothing to read instead: "
+                    "pass checkpoint= too, or a model with its values"
+                )
+        _logger.warning("the shards of reuse= are not used, the weights are read: %s", reason)
+        return None
 
     def _build(
         self, made: _Made, plans: Sequence[ModelPlan], decision: _Decision, progress: Progress
@@ -305,15 +380,20 @@ class Startup:
         self, made: _Made, plans: Sequence[ModelPlan], decision: _Decision, progress: Progress
     ) -> Footprint:
         """Make the store and the engine, which reads; return what they take."""
-        made.store = make_store(
-            made.allotment,
-            self._config,
-            self._backend,
-            plans,
-            rank=made.collective.rank,
-            digest=decision.digest,
-            segment=made.segment,
-            staying=sorted(decision.wish.staying),
+        kept = made.kept = decision.kept
+        made.store = (
+            make_store(
+                made.allotment,
+                self._config,
+                self._backend,
+                plans,
+                rank=made.collective.rank,
+                digest=decision.digest,
+                segment=made.segment,
+                staying=sorted(decision.wish.staying),
+            )
+            if kept is None
+            else kept.store
         )
         made.engine = Engine(
             plans,
@@ -324,6 +404,8 @@ class Startup:
             store=made.store,
             digest=decision.digest,
             progress=progress,
+            samples=decision.samples,
+            kept=kept,
             shares=made.allotment.shares,
         )
         made.engine.prepare(self._agreement)
@@ -339,6 +421,7 @@ class _Made:
         self.allotment = Allotment("pageable", ())
         self.segment: Segment | None = None
         self.store: HostStore | None = None
+        self.kept: Salvage | None = None
         self.engine: Engine | None = None
         self.collective: Collective = LoneCollective()
         self._maker: SegmentMaker | None = None
@@ -393,7 +476,7 @@ class _Made:
         self.close_maker()
         if self.engine is not None:
             self.engine.discard()
-        if self.store is not None:
+        if self.store is not None and self.kept is None:
             self.store.release()
         if self.segment is not None:
             self.segment.release()
@@ -425,13 +508,34 @@ def _facts_of(number: int, plan: ModelPlan) -> dict[str, str]:
         key = f"layout of block {layout.name!r} of model {number}"
         facts[key] = f"{layout.nbytes} bytes, {layout.digest().hex()[:12]}"
     facts[f"all layouts of model {number}"] = plan.digest().hex()[:12]
-    if plan.checkpoint is None:
-        facts[f"values of model {number} (a sample)"] = sample_values(plan).hex()[:12]
-    facts |= {
-        f"values of {name!r} of model {number} (post_load=, or the module's)": digest
-        for name, digest in own_values(plan).items()
-    }
     return facts
+
+
+def _files(plans: Sequence[ModelPlan]) -> list[str]:
+    """Return the names of the facts that say which files are read."""
+    return [
+        _FILES.format(number) for number, plan in enumerate(plans) if plan.checkpoint is not None
+    ]
+
+
+def _samples(plans: Sequence[ModelPlan], salvage: Salvage | None) -> dict[str, str]:
+    """Return facts about the values: which files, a sample of the module's, or as they were."""
+    facts: dict[str, str] = {}
+    kept = False
+    for number, plan in enumerate(plans):
+        on_meta = any(item.tensor.is_meta for owned in plan.inventory.streamed for item in owned)
+        name = f"values of model {number} (a sample)"
+        kept = kept or on_meta
+        if plan.checkpoint is not None:
+            facts |= {_FILES.format(number): f"{Machine().node} {files_of(plan)}"}
+        elif not on_meta:
+            facts[name] = sample_values(plan).hex()[:12]
+        facts |= {
+            f"values of {name!r} of model {number} (post_load=, or the module's)": digest
+            for name, digest in own_values(plan).items()
+        }
+    # What is on meta has no values to look at.
+    return {**salvage.samples, **facts} if salvage is not None and kept else facts
 
 
 def _check_model(model: object) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from dlo_core.collective import GroupGone
 from dlo_core.compiling import OUTSIDE, aside
 from dlo_core.errors import DloError, FillError, FillTimeout, UseError
 from dlo_core.feed import FeedError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from dlo_core.binding import BlockBinding
+    from dlo_core.diagnosis import Diagnosis
     from dlo_core.interface import Event
     from dlo_core.residents import ResidentBlocks
     from dlo_core.slots import Pool, Slot
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from dlo_core.transfer import Transfer
 
 __all__ = ["Streamer"]
+
+# Of an exception's text, on the board.
+_LONGEST_TEXT = 300
 
 
 class Streamer:
@@ -70,6 +75,7 @@ class Streamer:
         self._waited: dict[int, None] = {}
         self._loaded: set[int] = set()
         self._depth = [0] * len(self.names)
+        self.raised = ""
         self._closed: str | None = None
         self._captures = False
 
@@ -84,9 +90,16 @@ class Streamer:
             self._check_grad(args, kwargs)
             self.begin_pass()
             try:
-                return inner(*args, **kwargs)
+                out = inner(*args, **kwargs)
+            except BaseException as error:
+                self._note_raised(error)
+                raise
             finally:
                 self.end_pass()
+            if self._pool.spoiled:
+                self.check_alive()
+            self._transfer.seal(_tensors_in((out,)))
+            return out
         finally:
             self.leave()
 
@@ -105,7 +118,8 @@ class Streamer:
             slot = self._before(block, args, kwargs)
             try:
                 out = inner(*args, **kwargs)
-            except BaseException:
+            except BaseException as error:
+                self._note_raised(error, block)
                 self._after(block, slot, raised=True)
                 raise
             self._after(block, slot)
@@ -121,6 +135,7 @@ class Streamer:
             self.on_pass()
         self._guard(self.tape.begin_pass)
         self._waited = {}
+        self.raised = ""
         self._loaded = set()
         self._transfer.mark(self.pass_start)
 
@@ -189,7 +204,7 @@ class Streamer:
         Raises:
             UseError: It has.
         """
-        self._check_alive()
+        self.check_alive()
         self.check_whole()
 
     def check_whole(self) -> None:
@@ -206,14 +221,19 @@ class Streamer:
                 "that it was given, or shutdown() and offload again"
             )
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise when the offload has failed or was shut down.
+
+        Raises:
+            UseError: It has.
+        """
         if self._closed is not None:
             raise UseError(f"the model cannot be used: {self._closed}")
         if self._pool.failure is not None:
+            failure = self._pool.failure
+            rest = "" if isinstance(failure, FillError) else "; call shutdown() and offload again"
             raise UseError(
-                f"the offload failed earlier and is closed ({self._pool.failure!r}); call "
-                "shutdown() and "
-                "offload again"
+                f"the offload failed earlier and is closed ({failure}){rest}"
             ) from self._pool.failure
 
     def enter(self, *, repair: bool = False) -> None:
@@ -222,7 +242,7 @@ class Streamer:
         Raises:
             UseError: Another thread is inside, or the offload is closed.
         """
-        self._enter(self._check_alive if repair else self.check_usable)
+        self._enter(self.check_alive if repair else self.check_usable)
 
     @aside
     def leave(self) -> None:
@@ -348,7 +368,7 @@ class Streamer:
         except (UseError, KeyboardInterrupt):
             raise
         except DloError as error:
-            self._pool.failure = error
+            self._pool.fail(error)
             raise
         except FeedError as error:
             mine = error.block - self.first_block
@@ -357,20 +377,84 @@ class Streamer:
             self._fail(str(error) or type(error).__name__, block, fill, error)
 
     def _fail(self, text: str, block: int, fill: int, cause: Exception | None = None) -> NoReturn:
-        name = self.names[block] if block >= 0 else self.names[0]
-        fill = fill if fill >= 0 else self.tape.issued
+        if self._closed is not None:
+            raise UseError(f"the model cannot be used: {self._closed}") from cause
+        known = self._pool.failure
+        if not isinstance(known, DloError):
+            known = self._closing_error(text, block, fill, cause)
+            self._pool.failure = known
+        raise known from cause
+
+    def _closing_error(
+        self, text: str, block: int, fill: int, cause: Exception | None
+    ) -> FillError:
+        """Return the error for what went wrong here, with the name of the rank that is to blame."""
         lower = text.lower()
         late = isinstance(cause, TimeoutError) or "timed out" in lower or "timeout" in lower
-        failure = (FillTimeout if late else FillError)(
+        mine = self._pool.explain is None or isinstance(cause, FeedError | GroupGone)
+        found = None if mine or self._pool.explain is None else self._pool.explain(())
+        if found is None or (found.kind == "nobody" and not late):
+            return self.failure_of(text, block, fill, late=late, culprit=self._rank)
+        if found.culprit < 0:
+            said = f"{found.text} ({text})"
+        else:
+            said = f"timed out: {found.text}" if late else found.text
+        return self.failure_of(said, block, fill, late=late, found=found)
+
+    def failure_of(
+        self,
+        text: str,
+        block: int,
+        fill: int,
+        *,
+        late: bool,
+        culprit: int = -1,
+        found: Diagnosis | None = None,
+    ) -> FillError:
+        """Return the error of a fill that cannot be had.
+
+        Args:
+            text: What is known about the cause.
+            block: The block; -1: none in particular.
+            fill: The fill; -1: the next one.
+            late: Whether it took too long.
+            culprit: The rank that is to blame; -1: nobody is known.
+            found: The diagnosis, which says so, too.
+        """
+        name = self.names[block] if block >= 0 else self.names[0]
+        fill = fill if fill >= 0 else self.tape.issued
+        return (FillTimeout if late else FillError)(
             f"rank {self._rank}: block {name!r} could not be loaded (fill {fill}): {text}; the "
             "offload "
             "is closed on this rank: call shutdown() and offload again",
             rank=self._rank,
             block=name,
             fill=fill,
+            culprit=culprit if found is None else found.culprit,
+            reason=text if found is None else found.reason or found.text,
         )
-        self._pool.failure = failure
-        raise failure from cause
+
+    def place(self) -> tuple[str, str, int]:
+        """Return what the host does, with which block and fill, for the board; any thread.
+
+        Read without a lock, so it may be a moment old.
+        """
+        for slot in self._pool.slots:
+            if slot.bound and slot.tape is self.tape:
+                block = self.tape.block(slot.fill) - self.first_block
+                state = "computing" if self._depth[block] else "waiting"
+                return state, self.names[block], slot.fill
+        last = max(self.tape.issued - 1, 0)
+        for number, slot in self._pool.residents.items():
+            if slot.bound and 0 <= (block := number - self.first_block) < len(self.names):
+                return "computing" if self._depth[block] else "waiting", self.names[block], last
+        return "between" if self.tape.open else "outside", "", last
+
+    def _note_raised(self, error: BaseException, block: int = -1) -> None:
+        """Keep in words what the caller's code raised, for ranks that wait for this one."""
+        if not self.raised and not isinstance(error, DloError):
+            place = f" in block {self.names[block]!r}" if block >= 0 else ""
+            self.raised = f"{type(error).__name__}: {error}{place}"[:_LONGEST_TEXT]
 
     @aside
     def _check_grad(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

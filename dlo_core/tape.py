@@ -287,7 +287,7 @@ class Tape:
             all_ranks = self._agree(mine, self._issue_to)
         except BaseException as error:
             # The others may have taken another order.
-            self._pool.failure = error
+            self._pool.fail(error)
             raise
         if all_ranks.calls and all_ranks.calls != self.order:
             if self._filler.gathers:
@@ -388,7 +388,7 @@ class Tape:
                 self._issue()
         except BaseException as error:
             # An interrupt, too: how much of the fill is queued is unknown, so the tape is over.
-            self._pool.failure = error
+            self._pool.fail(error)
             raise
 
     def _issue(self) -> None:

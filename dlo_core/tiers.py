@@ -13,7 +13,7 @@ from dlo_core.host import HostStore, PrivateStore, SharedStore
 from dlo_core.ledger import Wish, spread
 from dlo_core.mapped import PagesStore, StagedStore, why_not_mapped
 from dlo_core.pages import PageableAllocator
-from dlo_core.plan import own_values, sample_values
+from dlo_core.plan import files_of, own_values, sample_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -269,8 +269,5 @@ def _identity(plans: Sequence[ModelPlan]) -> str:
         if plan.checkpoint is None:
             digest.update(sample_values(plan))
             continue
-        for path in sorted({tensor.path for tensor in plan.checkpoint.tensors.values()}):
-            status = os.stat(path)
-            told = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-            digest.update(repr(told).encode())
+        digest.update(files_of(plan).encode())
     return digest.hexdigest()

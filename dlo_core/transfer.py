@@ -41,7 +41,7 @@ from dlo_core.feed import DirectFeed
 from dlo_core.shard import TRAILER_NBYTES, ShardPlan, trailer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from dlo_core.feed import Feed, Part
     from dlo_core.interface import Backend, Collective, Event, Stream
@@ -56,6 +56,7 @@ __all__ = [
     "Transfer",
     "TravellingBlock",
     "Unpack",
+    "reached",
 ]
 
 
@@ -244,6 +245,16 @@ class Transfer(ABC):
         """Record a timing ``event`` on the current stream."""
         self._backend.current_stream().record_event(event)
 
+    def seal(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 - nothing by default
+        """Let what a pass returns be NaN if gathers are given up before the device is there."""
+
+    def give_up(self) -> None:  # noqa: B027 - as above
+        """Say that gathers are about to be given up; from any thread."""
+
+    def num_computed(self) -> int:
+        """Return how many blocks' last calls the device is done with; asks and never waits."""
+        return sum(reached(block.times.compute_end) for block in self._blocks)
+
     def twin(self, pool: Pool) -> Transfer:
         """Return a transfer of the same blocks into other slots, by streams of its own.
 
@@ -383,6 +394,17 @@ class GatheringTransfer(Transfer):
         self._comm_stream = backend.new_stream(priority=-1)
         self._collective = collective
         self._unpack = unpack
+        self._seal = backend.new_seal()
+
+    def seal(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let what a pass returns be NaN if gathers are given up before the device is there."""
+        if self._seal is not None:
+            self._seal.apply(tensors)
+
+    def give_up(self) -> None:
+        """Say that gathers are about to be given up; from any thread."""
+        if self._seal is not None:
+            self._seal.give_up()
 
     def _streams(self) -> tuple[Stream, ...]:
         return (self._copy_stream, self._comm_stream)
@@ -477,6 +499,15 @@ class InPlaceTransfer(GatheringTransfer):
     def fill(self, slot: Slot, block: int, fill: int) -> None:
         """Queue the copy and the gather."""
         self._bring(slot, block)
+
+
+def reached(event: Event) -> bool:
+    """Return whether nobody need wait for ``event``, which may have failed; never waits."""
+    try:
+        return event.query()
+    # Of the stream; whoever waits for the event gets it.
+    except Exception:
+        return True
 
 
 def expected_trailers(digest: bytes, block: int, size: int) -> torch.Tensor:

@@ -105,6 +105,8 @@ class Walk:
         self._announce("done", 1)
         made, seen, quiet_since = 0, None, time.monotonic()
         while True:
+            if self._engine.watch is not None:
+                self._engine.watch.look()
             ended = self._heard("done")
             counts = self._heard("passes")
             if max(counts) > self.passes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dlo_core.agreement import Agreement, GroupAgreement, LoneAgreement
-from dlo_core.errors import ConfigError, DloError, UseError
+from dlo_core.errors import AgreementError, ConfigError, DloError, UseError
 from dlo_core.shard_group import reach
 from dlo_core.wave_request import CompatibilityKey, WaveRequest, check_wave, compatibility_key
 from dlo_core.wave_walk import FreeWalk, Walk, of_turn, stamped
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from dlo_core.board import Board
     from dlo_core.layerwise import LayerwiseOffload
     from dlo_core.topology import Topology
+    from dlo_core.watch import Watch
 
 # Of progress: a pass of a real model takes longer.
 _TELL_S = 0.05
@@ -123,17 +125,25 @@ class WaveRunner:
         self._replica = 0 if dp is None else dist.get_rank(dp)
         self._replicas = 1 if dp is None else dist.get_world_size(dp)
         self._primary = all(part is None or dist.get_rank(part) == 0 for part in parts)
-        self._agreement: Agreement | None = _all_ranks(topology, offloaded.config.load_timeout_s)
+        config = offloaded.config
+        agreement = _all_ranks(topology, config.load_timeout_s, config.timeout_s)
+        self._agreement: Agreement | None = agreement
+        self._watched: Board | None = None
         self._lone = all(part is None or dist.get_world_size(part) == 1 for part in parts)
         self._runs = 0
         self._entry = 0
         self._told_s = 0.0
         self.report = WaveReport(0, 0, 0, 0.0)
         try:
-            self._agreement.vote(self._problem(topology), "WaveRunner()")
+            agreement.vote(self._problem(topology), "WaveRunner()")
         except BaseException:
             self.close()
             raise
+        # A rank that this one shares no weights with may be waited for, too.
+        if self._watch is not None:
+            self._watched = agreement.board()
+            if self._watched is not None:
+                self._watch.add(self._watched, agreement.members)
 
     def run(self, requests: Sequence[WaveRequest] | None) -> list[WaveResult] | None:
         """Run ``requests``, given on one rank; every rank calls this.
@@ -153,6 +163,15 @@ class WaveRunner:
                 rank, and nothing was dispatched.
             AgreementError: A rank did not come, or showed no sign for ``idle_timeout_s``.
         """
+        try:
+            return self._run(requests)
+        except AgreementError:
+            # A connection that broke does not say why; the watch may know.
+            if self._watch is not None:
+                self._watch.look_well()
+            raise
+
+    def _run(self, requests: Sequence[WaveRequest] | None) -> list[WaveResult] | None:
         agreement = self._running()
         told: tuple[bytes, None] | tuple[None, BaseException] | None = None
         if requests is not None:
@@ -161,7 +180,8 @@ class WaveRunner:
             # Every rank must hear of it, whatever it is.
             except Exception as error:
                 told = (None, error if isinstance(error, DloError) else _unpicklable(error))
-        givers = agreement.exchange(None if told is None else _plain(told), "a wave of requests")
+        mine_told = None if told is None else _plain(told)
+        givers = agreement.exchange(mine_told, "a wave of requests", meanwhile=self._look)
         entries = [rank for rank, given in enumerate(givers) if given is not None]
         if len(entries) != 1:
             raise ConfigError(
@@ -177,7 +197,7 @@ class WaveRunner:
             raise ConfigError(f"rank {entries[0]} gave requests that were refused: {problem}")
         everything: list[WaveRequest] = pickle.loads(payload)
         mine = self._run_all(everything)
-        answers = agreement.collect(mine, entries[0], "the results of a wave")
+        answers = agreement.collect(mine, entries[0], "the results of a wave", meanwhile=self._look)
         if agreement.rank != entries[0]:
             return None
         return _in_order(answers, len(everything))
@@ -214,6 +234,8 @@ class WaveRunner:
     def close(self) -> None:
         """Give the control group back; local and idempotent."""
         agreement, self._agreement = self._agreement, None
+        if self._watched is not None and self._watch is not None:
+            self._watch.drop(self._watched)
         if agreement is not None:
             agreement.close()
 
@@ -268,6 +290,16 @@ class WaveRunner:
         return self._offloaded.config.use_allgather and self._offloaded.size > 1
 
     # --- on every rank ----------------------------------------------------------------------------
+
+    @property
+    def _watch(self) -> Watch | None:
+        engine = self._offloaded.engine
+        return None if engine is None else engine.watch
+
+    def _look(self) -> None:
+        """Raise when the offload has failed, or a rank of the job will never come back."""
+        if self._watch is not None:
+            self._watch.look()
 
     def _run_all(self, requests: Sequence[WaveRequest]) -> list[tuple[int, bool, WaveResult]]:
         """Run this replica's request of every wave; return (number, primary, result) of each."""
@@ -367,13 +399,14 @@ def _ranks(group: ProcessGroup | None) -> tuple[int, ...]:
     return (dist.get_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
 
 
-def _all_ranks(topology: Topology, timeout_s: float) -> Agreement:
+def _all_ranks(topology: Topology, timeout_s: float, patience_s: float) -> Agreement:
     """Return an agreement of all ranks that the topology's groups reach from here."""
     groups = [group for group in (topology.dp, topology.sp, topology.tp) if group is not None]
     groups = [group for group in groups if dist.get_world_size(group) > 1]
     if not groups:
         return LoneAgreement()
-    return GroupAgreement(reach(groups, (), timeout_s, "WaveRunner()"), timeout_s)
+    members = reach(groups, (), timeout_s, "WaveRunner()")
+    return GroupAgreement(members, timeout_s, patience_s)
 
 
 def _plain(told: tuple[bytes, None] | tuple[None, BaseException]) -> tuple[Any, str | None]:

@@ -129,6 +129,9 @@ class CopyCollective(DeviceCollective):
             time.sleep(_POLL_S)
         return self._stuck
 
+    def abort(self, error: BaseException) -> None:
+        """Do nothing: see [Note: a gather that waits for ever]."""
+
     def close(self) -> None:
         """Take the windows back, then the group; where a gather is stuck, wait for nothing."""
         if self._group is None:
@@ -137,11 +140,14 @@ class CopyCollective(DeviceCollective):
             _KEPT.append((self._pool, self._group))
         elif self._known:
             # An abort of a group that has windows fails, and gives nothing up.
-            self._try("taking the windows back", self._nccl().deregister_mem_pool, self._pool)
+            self._try("taking the windows back", self._take_back)
         group, self._group, self._pool, self._known = self._group, None, None, False
         self._try("giving the group up", abort_group, group)
         if not self._stuck:
             self._synchronize()
+
+    def _take_back(self) -> None:
+        self._nccl().deregister_mem_pool(self._pool)
 
     def _try(self, what: str, do: Any, *args: Any) -> None:
         try:

@@ -166,6 +166,9 @@ class _Tracer:
     def new_event(self, *, timing: bool = False) -> _Event:
         return _Event()
 
+    def new_seal(self) -> None:
+        return None
+
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         block, name = int(self._name(src)), self._name(dst)
         makes = part_of(block) if self.gathers and name.startswith("slot") else block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -340,6 +341,31 @@ def test_a_rank_that_stops_loading_is_named() -> None:
     text = run_ranks(job, 2)[0]
     assert "loading: the ranks could not agree within 0.6 s" in text
     assert "rank 1 (global rank 1) did not come" in text
+
+
+def test_an_exchange_that_is_given_up_keeps_nobody_waiting() -> None:
+    """gloo's own group waits for its operation when it is destroyed: not in our close()."""
+
+    def job(rank: int) -> float:
+        agreement = GroupAgreement(world(), 15)
+        if rank == 1:
+            dist.barrier()
+            return 0.0
+
+        def enough() -> None:
+            raise KeyboardInterrupt
+
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            agreement.exchange(1, "test", meanwhile=enough)
+        agreement.close()
+        del agreement
+        gc.collect()
+        took_s = time.monotonic() - began
+        dist.barrier()
+        return took_s
+
+    assert run_ranks(job, 2)[0] < 3
 
 
 # --- fills that never end -------------------------------------------------------------------------

@@ -249,6 +249,9 @@ def test_a_rank_that_stays_in_a_block_is_an_error_on_the_other() -> None:
         error = caught.value
         assert error.rank == rank
         assert error.block in str(error)
+        assert error.culprit == 1
+        assert "rank 1 (global rank 1, process " in str(error)
+        assert "computing block 'blocks.1'" in str(error)
         return waited
 
     waited = run_ranks(job, 2)

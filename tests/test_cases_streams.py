@@ -221,6 +221,8 @@ def test_a_rank_that_makes_one_pass_less_is_an_error_in_time_and_no_garbage() ->
     told = run_ranks(one_pass_less, 2)
     assert "could not be loaded (fill" in told[0]
     assert "blocks." in told[0]
+    assert "rank 1 (global rank 1, process " in told[0]
+    assert "every rank must call the model equally often" in told[0]
     assert told[1] == ""
 
 

@@ -318,6 +318,7 @@ def test_nothing_waits_for_a_stuck_gather(nccl: Any, monkeypatch: pytest.MonkeyP
         raise RuntimeError("Failed to deregister segment handle")
 
     monkeypatch.setattr("dlo_cuda.copies.abort_group", fail)
+    collective.abort(RuntimeError("a peer is gone"))
     assert collective.stuck()
     collective.close()
     assert said[3:] == ["gather", "abort"]

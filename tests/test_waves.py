@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -395,6 +397,52 @@ def test_a_rank_that_serves_gives_up_on_one_that_shows_no_sign() -> None:
             idle_timeout_s=0.5,
         )
     assert "no sign of rank 0 (in pass 0) for 0.5 s" in caught.value.errors[1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "sizes"),
+    [
+        (signal.SIGKILL, {"dp": 2}),
+        pytest.param(signal.SIGSTOP, {"dp": 2}, marks=pytest.mark.slow),
+        # Ranks 1 and 3 share no weights with rank 0.
+        (signal.SIGKILL, {"dp": 2, "sp": 2}),
+    ],
+)
+def test_a_rank_that_waits_in_a_wave_hears_of_one_that_is_gone(
+    fault: signal.Signals, sizes: dict[str, int]
+) -> None:
+    """Within the deadline of a fill, not only when ``idle_timeout_s`` is over."""
+
+    def job(rank: int) -> None:
+        dp, sp = sizes.get("dp", 1), sizes.get("sp", 1)
+        topology = dlo.Topology.from_sizes(dp=dp, sp=sp, device_type="cpu")
+        model = make_toy(N)
+        offloaded = dlo.offload(model, device="cpu", topology=topology, timeout_s=1.0)
+
+        def fn(request: dlo.WaveRequest) -> torch.Tensor:
+            out = sample(model, request)
+            if rank == 0:
+                os.kill(os.getpid(), fault)
+            return out
+
+        runner = dlo.WaveRunner(offloaded, topology=topology, fn=fn, ragged=True)
+        began = time.monotonic()
+        with pytest.raises(dlo.DloError, match=r"rank 0 \(global rank 0, process") as caught:
+            runner.run(steps(3, 3) if rank == 1 else None)
+        assert time.monotonic() - began < 5
+        assert "gone" in str(caught.value) or "stopped" in str(caught.value)
+        assert offloaded.failed
+        began = time.monotonic()
+        runner.close()
+        offloaded.shutdown()
+        assert time.monotonic() - began < 3
+
+    world = 1
+    for size in sizes.values():
+        world *= size
+    with pytest.raises(RanksError) as error:
+        run_ranks(job, world, limit_s=8.0)
+    assert set(error.value.errors) == {0}, error.value
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,10 @@ class GlooAgreement(GroupAgreement):
         self._backend = backend
         backend.is_served = True
 
+    def board(self) -> None:
+        """Return nothing: on simulated streams nothing comes until somebody waits for it."""
+        return
+
     def exchange(
         self,
         value: T,
