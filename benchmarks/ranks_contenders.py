@@ -88,6 +88,7 @@ class Contender:
 CONTENDERS: dict[str, Contender] = {
     "resident": Contender("resident"),
     "gather": Contender("dlo"),
+    "gather_copies": Contender("dlo", {"gather_by": "copies"}),
     "local": Contender("dlo", {"use_allgather": False}),
     "local_shared": Contender("dlo", {"use_allgather": False, "host": "shared"}),
     "gather_depth3": Contender("dlo", {"depth": 3}),
@@ -107,6 +108,8 @@ def _attach_dlo(
     import dlo_core as dlo
 
     backend: Any = member.backend
+    if settings.get("gather_by") == "copies" and (reason := backend.copies_refusal()):
+        raise Skip(reason)
     if peer_copies:
         if backend.device.type != "cuda":
             raise Skip("peer copies need a CUDA device")

@@ -7,6 +7,7 @@ sections share one copy of the weights. NVLink multicast stays off.
 
     python benchmarks/several_gpus.py --ranks 2 --out results --budget 470
     python benchmarks/several_gpus.py --sections links,modes --tokens 4096,10240
+    python benchmarks/several_gpus.py --sections links,modes --contenders gather,gather_copies
     python benchmarks/several_gpus.py --device cuda:0 --ranks 2 --small   two ranks on one GPU: bits
     python benchmarks/several_gpus.py --device cpu --small                to see that it works
 """
@@ -74,9 +75,9 @@ class Section:
 # In the order of what one wants to know first.
 SECTIONS: dict[str, Section] = {
     "links": Section(60, kind="links"),
-    "modes": Section(150, ("gather", "local_shared", "local"), num_lengths=3),
+    "modes": Section(150, ("gather", "gather_copies", "local_shared", "local"), num_lengths=3),
     "fsdp": Section(100, ("fsdp2_cpu_offload",), num_lengths=3, environment=_PINNING),
-    "sp": Section(90, ("gather", "local_shared"), reference="sp", parallel="sp"),
+    "sp": Section(90, ("gather", "gather_copies", "local_shared"), reference="sp", parallel="sp"),
     "unequal": Section(80, ("gather", "local_shared"), reference="unequal", unequal=True),
     "settings": Section(
         110,
@@ -173,6 +174,8 @@ def job_of(options: argparse.Namespace, section: Section) -> tuple[Any, Any]:
         return (measure_links if section.kind == "links" else measure_contention), job
     runs = tuple(zip(options.lengths, options.passes, strict=False))[: section.num_lengths]
     contenders = section.contenders
+    if options.contenders:
+        contenders = tuple(name for name in contenders if name in options.contenders)
     if options.run == options.reference:
         contenders = ("resident", *contenders)
     parallel = section.parallel
@@ -207,6 +210,7 @@ def run_all(options: argparse.Namespace) -> int:
     results: dict[str, Any] = {
         "machine": machine(options.device) | {"ranks": options.ranks, "links": topology(options)},
         "ranks": options.ranks,
+        "contenders": options.contenders,
         "shapes": {name: asdict(shape) for name, shape in shapes.items()},
         "host_blocks": options.device.startswith("cpu"),
         "sections": {},
@@ -281,6 +285,8 @@ def passed_on(options: argparse.Namespace, name: str, limit_s: float) -> list[st
     arguments += ["--run", name, "--weights", options.weights]
     arguments += ["--reference", reference_for(name, options.sections)]
     arguments += ["--until", str(time.time() + limit_s)]
+    if options.contenders:
+        arguments += ["--contenders", ",".join(options.contenders)]
     return arguments + (["--small"] if options.small else [])
 
 
@@ -327,7 +333,9 @@ def verdict(results: dict[str, Any]) -> int:
     wrong = [f"{row['section']}, {row['contender']}" for row in ours if not row["same_bits"]]
     if wrong:
         print(f"other bits than the resident run, or unknown: {'; '.join(wrong)}")
-    asked = [name for name in results["sections"] if "gather" in SECTIONS[name].contenders]
+    left_out = results.get("contenders") and "gather" not in results["contenders"]
+    sections = [] if left_out else results["sections"]
+    asked = [name for name in sections if "gather" in SECTIONS[name].contenders]
     silent = set(asked) - {row["section"] for row in ours if row["contender"] == "gather"}
     if silent:
         print(f"no step of gather mode came out of: {', '.join(sorted(silent))}")
@@ -342,6 +350,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="a model of a few megabytes")
     parser.add_argument("--out", default=".", help="folder of several_gpus.json and .md")
     parser.add_argument("--sections", default="", help=f"of: {', '.join(SECTIONS)}")
+    parser.add_argument("--contenders", default="", help="only these, beside the resident run")
     parser.add_argument("--tokens", default="", help="lengths of a rank, with commas between")
     parser.add_argument("--passes", default="", help="timed passes of each length, likewise")
     parser.add_argument("--budget", type=float, default=470, help="seconds for everything")
@@ -358,6 +367,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     unknown = [name for name in options.sections if name not in SECTIONS]
     if unknown:
         parser.error(f"unknown sections {', '.join(unknown)}; known: {', '.join(SECTIONS)}")
+    known = {"resident"} | {name for each in SECTIONS.values() for name in each.contenders}
+    options.contenders = options.contenders.split(",") if options.contenders else []
+    unknown = [name for name in options.contenders if name not in known]
+    if unknown:
+        parser.error(f"unknown contenders {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     if options.ranks < 2:
         parser.error(f"--ranks must be at least 2; got {options.ranks}")
     return options

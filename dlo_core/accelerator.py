@@ -32,7 +32,14 @@ if TYPE_CHECKING:
 
     from dlo_core.interface import Event, Stream
 
-__all__ = ["AcceleratorBackend", "DeviceSeal", "TorchAllocator", "host_limits", "pinned_bytes"]
+__all__ = [
+    "AcceleratorBackend",
+    "DeviceCollective",
+    "DeviceSeal",
+    "TorchAllocator",
+    "host_limits",
+    "pinned_bytes",
+]
 
 
 class _TorchBuffer:
@@ -161,10 +168,16 @@ def _fillable(tensor: torch.Tensor, device: torch.device) -> bool:
     return not any(step == 0 and length > 1 for length, step in pairs)
 
 
-class _DeviceCollective(Collective):
+class DeviceCollective(Collective):
     """All-gather through torch.distributed; the current stream is the one that orders it."""
 
     def __init__(self, group: ProcessGroup, synchronize: Callable[[], None]) -> None:
+        """Take a group of the comm library.
+
+        Args:
+            group: Becomes the collective's own.
+            synchronize: Waits for the device.
+        """
         self._group: ProcessGroup | None = group
         self._synchronize = synchronize
         self.rank = dist.get_rank(group)
@@ -283,7 +296,7 @@ class AcceleratorBackend(Backend):
 
     def collective(self, group: ProcessGroup) -> Collective:
         """Return the all-gather over the vendor's comm library."""
-        return _DeviceCollective(group, self.synchronize)
+        return DeviceCollective(group, self.synchronize)
 
     def memory(self) -> MemoryInfo:
         """Return what torch's allocator and the device say."""

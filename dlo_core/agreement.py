@@ -146,8 +146,16 @@ class Agreement(ABC):
         return values if self.rank == to else []
 
     @abstractmethod
-    def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
-        """Return a new process group of the same ranks; all of them must call this."""
+    def new_group(
+        self, comm_library: str, timeout_s: float, options: Any | None = None
+    ) -> ProcessGroup:
+        """Return a new process group of the same ranks; all of them must call this.
+
+        Args:
+            comm_library: Name of the ``torch.distributed`` backend.
+            timeout_s: Seconds after which an operation of the group gives up.
+            options: The comm library's own, its ``pg_options``.
+        """
 
     def board(self) -> Board | None:
         """Return where the ranks write what they do; a new one on every call, all ranks alike.
@@ -202,7 +210,9 @@ class LoneAgreement(Agreement):
         """Return 0: nothing is told to nobody."""
         return [0]
 
-    def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
+    def new_group(
+        self, comm_library: str, timeout_s: float, options: Any | None = None
+    ) -> ProcessGroup:
         """Refuse: one rank needs no group.
 
         Raises:
@@ -256,7 +266,9 @@ class GroupAgreement(Agreement):
         self._finalizer = weakref.finalize(self, release_group, self._group)
         self._finalizer.atexit = False
 
-    def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
+    def new_group(
+        self, comm_library: str, timeout_s: float, options: Any | None = None
+    ) -> ProcessGroup:
         """Return a new process group of the same ranks; all of them must call this.
 
         Raises:
@@ -264,7 +276,7 @@ class GroupAgreement(Agreement):
         """
         name = f"{self._name}-{next(self._groups)}"
         try:
-            return new_group_of(self.members, comm_library, timeout_s, name)
+            return new_group_of(self.members, comm_library, timeout_s, name, options)
         except RuntimeError as error:
             raise AgreementError(f"the group for the weights could not be made: {error}") from error
 

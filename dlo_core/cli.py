@@ -329,6 +329,9 @@ def bench(
     passes: Annotated[int | None, typer.Option(help="Passes that are timed.")] = None,
     depth: Annotated[int, typer.Option(help="Slots on the device, at least 2.")] = 2,
     stages: Annotated[int, typer.Option(help="Stages of gather mode; 0 gathers in place.")] = 2,
+    gather_by: Annotated[
+        str, typer.Option(help="What gathers: kernels of the comm library, or copies.")
+    ] = "kernels",
     use_allgather: Annotated[
         bool, typer.Option("--use-allgather/--no-use-allgather", help="Shard the weights.")
     ] = True,
@@ -355,6 +358,7 @@ def bench(
         settings = {
             "depth": depth,
             "stages": stages,
+            "gather_by": gather_by,
             "use_allgather": use_allgather,
             "resident_placement": resident_placement,
             "device_budget_bytes": device_budget_bytes,

@@ -9,9 +9,10 @@ from typing import Any, Literal
 from dlo_core.errors import ConfigError
 from dlo_core.residency import PLACEMENTS
 
-__all__ = ["HOST_TIERS", "SCOPES", "OffloadConfig"]
+__all__ = ["GATHER_MEANS", "HOST_TIERS", "SCOPES", "OffloadConfig"]
 
 SCOPES = ("permanent", "stage")
+GATHER_MEANS = ("kernels", "copies")
 HOST_TIERS = ("pinned", "shared", "mapped", "pageable")
 # Ten years; a comm library counts in milliseconds or less and overflows some way beyond.
 _LONGEST_S = 315_360_000
@@ -29,6 +30,10 @@ class OffloadConfig:
         stages: Device buffers of shard size in gather mode: 2, or 0 to copy the shard into the
             slot's
             own part and gather in place.
+        gather_by: What moves the bytes in gather mode: ``"kernels"`` of the comm library, or
+            ``"copies"`` of the device's copy engines, which leave the processors to compute. A
+            gather by copies whose peer died cannot be given up: that process must be restarted (see
+            docs/parallelism.md).
         resident_layers: How many blocks of each model stay on the device, or ``"auto"``: as many as
             ``device_budget_bytes`` holds.
         resident_placement: ``"spread"``: evenly over the model, which hides the most copies; or
@@ -63,6 +68,7 @@ class OffloadConfig:
     use_allgather: bool = True
     depth: int = 2
     stages: int = 2
+    gather_by: str = "kernels"
     resident_layers: int | Literal["auto"] = 0
     resident_placement: str = "spread"
     resident_scope: str = "permanent"
@@ -88,8 +94,6 @@ class OffloadConfig:
         for name in ("use_allgather", "strict", "direct_io", "verify_packed"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False; got {getattr(self, name)!r}")
-        if not isinstance(self.packed, bool) and self.packed != "auto":
-            raise ConfigError(f"packed must be True, False or 'auto'; got {self.packed!r}")
         if not _is_int(self.depth) or self.depth < 2:
             raise ConfigError(
                 "depth must be a whole number of at least 2 (the current block and the next "
@@ -141,6 +145,11 @@ class OffloadConfig:
                 )
 
     def _check_choices(self) -> None:
+        if not isinstance(self.packed, bool) and self.packed != "auto":
+            raise ConfigError(f"packed must be True, False or 'auto'; got {self.packed!r}")
+        if self.gather_by not in GATHER_MEANS:
+            known = " or ".join(map(repr, GATHER_MEANS))
+            raise ConfigError(f"gather_by must be {known}; got {self.gather_by!r}")
         if self.shard_within not in (None, "node"):
             raise ConfigError(f"shard_within must be 'node' or None; got {self.shard_within!r}")
         if self.shard_within and not self.use_allgather:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
@@ -62,6 +63,10 @@ if TYPE_CHECKING:
     from dlo_core.tape import Agree
 
 __all__ = ["Engine"]
+
+_logger = logging.getLogger("dlo")
+# What stuck gathers touch, until the process ends.
+_KEPT: list[object] = []
 
 
 class Engine:
@@ -181,6 +186,7 @@ class Engine:
                 for number in resident_numbers(self.plans, self._residents)
             },
             decoded_nbytes=decoded_nbytes(self.plans),
+            landing=self.collective.memory,
         )
 
     def _make_blocks(self, digest: bytes) -> list[TravellingBlock]:
@@ -559,8 +565,10 @@ class Engine:
         else:
             # Another thread is inside, and may wait for a peer for long.
             self.collective.abort(UseError(reason))
-        # Memory that is freed here may still be read by compute that was queued before.
-        self._backend.current_stream().synchronize()
+        stuck = self.collective.stuck()
+        if not stuck:
+            # Memory that is freed here may still be read by compute that was queued before.
+            self._backend.current_stream().synchronize()
         for remainder in (part for parts in self.remainders for part in parts):
             remainder.release(reason)
         for plan in self.plans:
@@ -568,9 +576,18 @@ class Engine:
                 plan.checkpoint.close()
         # The collective first: gathers that wait for a peer are given up, so nobody waits for it.
         self.collective.close()
-        self.transfer.close()
+        if stuck:
+            # Giving any of it back would wait for the device, which waits for a peer for ever.
+            _KEPT.append((self.transfer, self.store, self.blocks, replace(self.pool)))
+            _logger.error(
+                "rank %d: a gather waits for a peer and cannot be given up; its memory stays "
+                "taken: end this process",
+                self.collective.rank,
+            )
+        else:
+            self.transfer.close()
         self.pool.release()
-        if not keep_store:
+        if not keep_store and not stuck:
             self.store.release()
         self.blocks = []
 

@@ -8,6 +8,7 @@ path carries no wrappers. Everything else that a vendor writes is ``Backend`` wi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -214,6 +215,28 @@ class Collective(ABC):
             shard: ``uint8``, contiguous; may be this rank's own part of ``out``.
         """
 
+    def memory(self) -> AbstractContextManager[Any]:
+        """Return a context in which ``Backend.empty`` gives memory that gathers land in.
+
+        Entered before the first gather. The default changes nothing.
+        """
+        return nullcontext()
+
+    def settle_memory(self) -> None:  # noqa: B027 - most have nothing to settle
+        """Make what was allocated in ``memory`` known to the group; does nothing by default.
+
+        All ranks call this when all of them have allocated, alike and in the same order; it may
+        wait for them.
+        """
+
+    def stuck(self) -> bool:
+        """Return whether a gather under way does not end and cannot be given up; False by default.
+
+        May look for a few seconds whether it ends. Where it is stuck, ``close`` must not wait for
+        it, and the core keeps all memory that it touches.
+        """
+        return False
+
     def abort(self, error: BaseException) -> None:
         """Give up the gathers that are under way, so that nobody waits for them any more.
 
@@ -365,6 +388,32 @@ class Backend(ABC):
     @abstractmethod
     def collective(self, group: ProcessGroup) -> Collective:
         """Return the all-gather over ``group``, which becomes the collective's own."""
+
+    def copies_refusal(self) -> str | None:
+        """Return why this backend cannot gather by copies of the device's copy engines, or None.
+
+        What is missing, as the end of a sentence. Starts nothing.
+        """
+        return f"{type(self).__name__} gathers by its comm library's kernels only"
+
+    def copies_options(self, timeout_s: float) -> Any | None:
+        """Return the ``pg_options`` of a group that gathers by copies, or None.
+
+        Args:
+            timeout_s: Seconds after which an operation of the group gives up.
+        """
+        return None
+
+    def copies_collective(self, group: ProcessGroup) -> Collective:
+        """Return the all-gather by copies over ``group``, which becomes the collective's own.
+
+        Called only where ``copies_refusal`` gives no reason, with a group that was made with
+        ``copies_options``.
+
+        Raises:
+            BackendError: The backend has none.
+        """
+        raise BackendError(f"{type(self).__name__} has no gather by copies")
 
     @abstractmethod
     def memory(self) -> MemoryInfo:

@@ -214,7 +214,8 @@ class PackedChoice:
             cut = self._cut(number).measured(taken)
             cuts.append(replace(cut, nbytes=min(cut.nbytes, raw.nbytes)))
         try:
-            home = Slot.new(self._backend, -1, max(cut.decoded_nbytes for cut in cuts))
+            largest = max(cut.decoded_nbytes for cut in cuts)
+            home = Slot.new(self._backend, -1, self._backend.empty(largest))
         except RuntimeError as error:
             return f"there is no room on the device for a decoded block: {error}"
         packed = PackedStore(

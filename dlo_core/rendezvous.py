@@ -116,7 +116,11 @@ def _follow(store: StoreLine, place: str, rank: int, deadline: float) -> str:
 
 
 def new_group_of(
-    members: Sequence[int], comm_library: str, timeout_s: float, name: str
+    members: Sequence[int],
+    comm_library: str,
+    timeout_s: float,
+    name: str,
+    options: Any | None = None,
 ) -> ProcessGroup:
     """Return a new process group of dlo's own; all members must call this, nobody else has to.
 
@@ -125,6 +129,7 @@ def new_group_of(
         comm_library: Name of the ``torch.distributed`` backend.
         timeout_s: Seconds after which an operation of the group gives up.
         name: Fresh, and the same on every member.
+        options: The comm library's own, its ``pg_options``.
 
     Raises:
         RuntimeError: The members could not connect.
@@ -135,6 +140,7 @@ def new_group_of(
             timeout=timedelta(seconds=timeout_s),
             backend=comm_library,
             use_local_synchronization=True,
+            pg_options=options,
             **_KEEP_ORDER,
         )
     if not isinstance(made, dist.ProcessGroup):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -50,11 +52,13 @@ class Slot:
     turn: int = 0
 
     @classmethod
-    def new(cls, backend: Backend, index: int, nbytes: int, *, stays: bool = False) -> Slot:
-        """Allocate the buffer and make its events."""
+    def new(
+        cls, backend: Backend, index: int, buffer: torch.Tensor, *, stays: bool = False
+    ) -> Slot:
+        """Return a slot over ``buffer`` with new events."""
         return cls(
             index,
-            backend.empty(nbytes),
+            buffer,
             filled=backend.new_event(),
             drained=backend.new_event(),
             copied=backend.new_event(),
@@ -139,6 +143,7 @@ class Pool:
         stage_nbytes: int,
         residents: Mapping[int, int] | None = None,
         decoded_nbytes: int = 0,
+        landing: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Pool:
         """Allocate the buffers and make their events.
 
@@ -150,8 +155,11 @@ class Pool:
             stage_nbytes: Bytes of each.
             residents: Bytes of each block that stays, by block number.
             decoded_nbytes: Bytes of the largest block decoded; 0: nothing travels packed.
+            landing: Returns a context in which the slots are allocated, and nothing else.
         """
-        slots = tuple(Slot.new(backend, index, slot_nbytes) for index in range(num_slots))
+        with landing():
+            buffers = [backend.empty(slot_nbytes) for _ in range(num_slots)]
+        slots = tuple(Slot.new(backend, index, buffer) for index, buffer in enumerate(buffers))
         stages = tuple(
             Stage(
                 index,
@@ -162,10 +170,10 @@ class Pool:
             for index in range(num_stages)
         )
         staying = {
-            number: Slot.new(backend, num_slots + number, nbytes, stays=True)
+            number: Slot.new(backend, num_slots + number, backend.empty(nbytes), stays=True)
             for number, nbytes in (residents or {}).items()
         }
-        decoded = Slot.new(backend, -1, decoded_nbytes) if decoded_nbytes else None
+        decoded = Slot.new(backend, -1, backend.empty(decoded_nbytes)) if decoded_nbytes else None
         return cls(slots, stages, staying, decoded)
 
     def twin(self, backend: Backend) -> Pool:

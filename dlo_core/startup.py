@@ -16,10 +16,11 @@ from dlo_core._version import __version__
 from dlo_core.agreement import agree_on
 from dlo_core.binding import Placeholder
 from dlo_core.coder import Coder
-from dlo_core.collective import LoneCollective, release_group
+from dlo_core.collective import LoneCollective
 from dlo_core.compatibility import check_parallel
 from dlo_core.engine import Engine
 from dlo_core.errors import ConfigError, DloWarning
+from dlo_core.gathering import check_means, check_one_node, make_collective
 from dlo_core.hooks import offload_of
 from dlo_core.ledger import Allotment, Wish, settle
 from dlo_core.loader import measure_packed
@@ -71,8 +72,6 @@ _logger = logging.getLogger("dlo")
 
 # Settings in which ranks may differ: the bytes that are gathered are the same.
 _OWN_SETTINGS = ("host", "pin_budget_bytes", "load_threads", "direct_io")
-# Of a comm library, beyond the watch's own deadline.
-_SPARE_S = 60.0
 _FILES = "files of model {}"
 
 
@@ -159,6 +158,10 @@ class Startup:
         """Whether the weights are sharded over the group."""
         return self._config.use_allgather and self._agreement.size > 1
 
+    @property
+    def _by_copies(self) -> bool:
+        return self.gathers and self._config.gather_by == "copies"
+
     def run(self, request: Request, problem: BaseException | None) -> tuple[Engine, Footprint]:
         """Return an engine that is ready to commit, and its footprint.
 
@@ -176,6 +179,7 @@ class Startup:
         samples: dict[str, str] = {}
         try:
             if problem is None:
+                check_means(self._config, self._backend, gathers=self.gathers)
                 self._plan(request, plans)
                 facts, samples = self._facts(plans, request.salvage)
                 if self._config.packed is not True:
@@ -371,6 +375,8 @@ class Startup:
         wishes = self._agreement.exchange(decision.wish, "the host memory")
         problem: BaseException | None = None
         try:
+            if self._by_copies:
+                check_one_node([wish.node for wish in wishes])
             made.settle(wishes, self._agreement.rank)
         # Every rank must hear of it, whatever it is.
         except BaseException as error:
@@ -382,7 +388,7 @@ class Startup:
             try:
                 # First: who fails before it would leave the others waiting in it.
                 if self.gathers:
-                    made.collective = self._make_collective()
+                    made.collective = make_collective(self._config, self._backend, self._agreement)
                 footprint = self._make(made, plans, decision, progress)
             # As above.
             except BaseException as error:
@@ -392,6 +398,10 @@ class Startup:
                 self._agreement.exchange(None, "page-locking shared memory")
             self._agreement.vote(problem, "loading")
             assert made.engine is not None
+            if self._by_copies:
+                # After the vote: whoever could not allocate would leave the others waiting in it.
+                what = "making the slots known to the peers"
+                do_together(self._agreement, what, made.collective.settle_memory)
             what = "loading the resident layers"
             do_together(self._agreement, what, made.engine.load_residents)
         except BaseException:
@@ -454,20 +464,6 @@ class Startup:
         if made.allotment.note:
             warnings.warn(made.allotment.note, DloWarning, stacklevel=2)
         return _with_host(decision, made)
-
-    def _make_collective(self) -> Collective:
-        """Make the weights group and its collective, or neither."""
-        limit_s = self._config.timeout_s
-        if not self._backend.capabilities.host_blocks:
-            # The watch comes first: a comm library of a device whose own limit is over may end the
-            # whole process.
-            limit_s = 2 * limit_s + _SPARE_S
-        made = self._agreement.new_group(self._backend.comm_library, limit_s)
-        try:
-            return self._backend.collective(made)
-        except BaseException:
-            release_group(made)
-            raise
 
 
 class _Made:

@@ -6,7 +6,7 @@ import gc
 import logging
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,7 @@ from dlo_core.accelerator import AcceleratorBackend
 from dlo_core.errors import BackendError
 from dlo_core.interface import Capabilities
 from dlo_cuda.availability import check_built, number_of
+from dlo_cuda.copies import CopyCollective, copies_options, copies_refusal
 from dlo_cuda.cudart import load_runtime
 from dlo_cuda.pinned import SlabAllocator
 from dlo_cuda.settings import describe
@@ -21,7 +22,9 @@ from dlo_cuda.settings import describe
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from dlo_core.interface import Codec, Graph
+    from torch.distributed import ProcessGroup
+
+    from dlo_core.interface import Codec, Collective, Graph
     from dlo_cuda.cudart import Runtime
 
 __all__ = ["CudaBackend", "make_backend"]
@@ -81,6 +84,18 @@ class CudaBackend(AcceleratorBackend):
             _logger.info("packed weights are decoded by torch's operations: %s", error)
             return None
         return TritonCodec()
+
+    def copies_refusal(self) -> str | None:
+        """Return what this torch, NCCL or environment lacks."""
+        return copies_refusal()
+
+    def copies_options(self, timeout_s: float) -> Any:
+        """Return NCCL's options with the zero-CTA policy."""
+        return copies_options(timeout_s)
+
+    def copies_collective(self, group: ProcessGroup) -> Collective:
+        """Return the gather into symmetric windows."""
+        return CopyCollective(group, self.device)
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:

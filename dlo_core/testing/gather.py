@@ -99,7 +99,9 @@ class SimAgreement(Agreement):
         board = self._world.boards.get(topic, {})
         return [board.get(rank, 0) for rank in range(self.size)]
 
-    def new_group(self, comm_library: str, timeout_s: float) -> ProcessGroup:
+    def new_group(
+        self, comm_library: str, timeout_s: float, options: Any | None = None
+    ) -> ProcessGroup:
         """Return a new group of the same ranks."""
         made: Any = SimGroup(f"group {next(self._groups)}", self.rank, self.size)
         return made  # type: ignore[no-any-return]
