@@ -106,6 +106,28 @@ def test_the_same_ranks_go_on_without_reading_the_checkpoint_again(
     assert run_ranks(job, 2) == [0, 0]
 
 
+def test_packed_shards_are_read_again_where_they_can_be(tmp_path: Path) -> None:
+    path = stored(tmp_path)
+
+    def job(rank: int) -> None:
+        for source in (path, None):
+            model = empty_toy() if source else make_toy(N)
+            old = offload(model, checkpoint=source, packed=True)
+            assert right(model, rank)
+            fail(old, rank)
+            if source:
+                new = offload(model, checkpoint=source, packed=True, reuse=old)
+                assert right(model, rank)
+                new.disable()
+                assert right(model, rank)
+            else:
+                with pytest.raises(dlo.ConfigError, match="packed shards are not passed on"):
+                    offload(model, packed=True, reuse=old)
+                old.shutdown()
+
+    run_ranks(job, 2)
+
+
 def test_a_rank_that_was_started_again_reads_and_the_other_does_not(tmp_path: Path) -> None:
     path = stored(tmp_path)
 
