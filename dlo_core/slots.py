@@ -155,19 +155,15 @@ class Pool:
             stage_nbytes: Bytes of each.
             residents: Bytes of each block that stays, by block number.
             decoded_nbytes: Bytes of the largest block decoded; 0: nothing travels packed.
-            landing: Returns a context in which the slots are allocated, and nothing else.
+            landing: Returns a context in which slots and stages are allocated, and nothing else.
         """
         with landing():
             buffers = [backend.empty(slot_nbytes) for _ in range(num_slots)]
+            sources = [backend.empty(stage_nbytes) for _ in range(num_stages)]
         slots = tuple(Slot.new(backend, index, buffer) for index, buffer in enumerate(buffers))
         stages = tuple(
-            Stage(
-                index,
-                backend.empty(stage_nbytes),
-                filled=backend.new_event(),
-                drained=backend.new_event(),
-            )
-            for index in range(num_stages)
+            Stage(index, buffer, filled=backend.new_event(), drained=backend.new_event())
+            for index, buffer in enumerate(sources)
         )
         staying = {
             number: Slot.new(backend, num_slots + number, backend.empty(nbytes), stays=True)

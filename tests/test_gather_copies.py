@@ -115,7 +115,7 @@ def votes_written_to(backend: Backend) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("stages", [2, 0])
-def test_slots_are_allocated_voted_for_settled_and_voted_for(stages: int) -> None:
+def test_buffers_are_allocated_voted_for_settled_and_voted_for(stages: int) -> None:
     def work(rank: int) -> list[str]:
         model, backend = make_toy(5), Backend()
         with torch.inference_mode(), votes_written_to(backend):
@@ -126,8 +126,9 @@ def test_slots_are_allocated_voted_for_settled_and_voted_for(stages: int) -> Non
         assert all(map(torch.equal, got, expected))
         return backend.said
 
-    # The close is last: what was settled is let go with the group.
-    assert run_ranks(work, 2) == [[*ORDER, "close"]] * 2
+    # Two slots and the stages. The close is last: what was settled is let go with the group.
+    order = [*ORDER[:4], *["empty"] * stages, *ORDER[4:]]
+    assert run_ranks(work, 2) == [[*order, "close"]] * 2
 
 
 @pytest.mark.parametrize(
@@ -350,20 +351,23 @@ def gather_on_devices(rank: int, stages: int) -> None:
     args = [each.to(f"cuda:{rank}") for each in inputs(3)]
     with torch.inference_mode():
         expected = [model(each) for each in args]
-        model.to("cpu")
-        for means in ("copies", "kernels", "copies"):
-            offloaded = dlo.offload(
-                model,
-                device=f"cuda:{rank}",
-                group=dist.group.WORLD,
-                **(SHORT | {"gather_by": means, "stages": stages, "resident_layers": 1}),
-            )
+    # Outside of inference mode: what is made there cannot be offloaded.
+    model.to("cpu")
+    for means in ("copies", "kernels", "copies"):
+        offloaded = dlo.offload(
+            model,
+            device=f"cuda:{rank}",
+            group=dist.group.WORLD,
+            **(SHORT | {"gather_by": means, "stages": stages, "resident_layers": 1}),
+        )
+        with torch.inference_mode():
             got = [model(each) for each in args]
-            assert all(map(torch.equal, got, expected)), means
-            offloaded.disable()
-        offloaded = dlo.offload(model, device=f"cuda:{rank}", group=dist.group.WORLD, **SHORT)
+        assert all(map(torch.equal, got, expected)), means
+        offloaded.disable()
+    offloaded = dlo.offload(model, device=f"cuda:{rank}", group=dist.group.WORLD, **SHORT)
+    with torch.inference_mode():
         model(args[0])
-        offloaded.shutdown()
+    offloaded.shutdown()
 
 
 @pytest.mark.slow
