@@ -64,7 +64,7 @@ def make_weights(nbytes: int, dtype: torch.dtype) -> str:
     It has no name and goes with this process. Every stretch of it is another one of a pool of
     random numbers, so that a block with another one's bytes shows in the output.
     """
-    descriptor = os.memfd_create("dlo-weights", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create("benchmark-weights", os.MFD_CLOEXEC)
     nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     os.truncate(descriptor, nbytes)
     run = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8).view(dtype)

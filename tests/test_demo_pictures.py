@@ -62,6 +62,6 @@ def test_without_matplotlib_the_message_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(PicturesUnavailable, match=r"install it with: pip install .*\[plot\]"):
+    with pytest.raises(PicturesUnavailable, match=r"in a clone of dlo: pip install .*\[plot\]"):
         write_timeline(SPANS, tmp_path / "c.png")
     assert not (tmp_path / "c.png").exists()

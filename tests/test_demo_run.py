@@ -108,7 +108,7 @@ def test_without_matplotlib_the_demo_says_how_to_get_it_and_goes_on(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert demo(2, 2, True, tmp_path, json=False) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "no pictures: the pictures need matplotlib; install it with: pip install" in out
+    assert "no pictures: the pictures need matplotlib; in a clone of dlo: pip install" in out
     assert list(tmp_path.iterdir()) == []
 
 

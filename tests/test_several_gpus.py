@@ -171,11 +171,16 @@ def gather_by_copies(
     return len(right) == ranks * rounds and all(right)
 
 
+def _peer_copies(scripts: Any) -> Any:
+    pytest.importorskip("dlo_cuda", reason="the experiment stands on the CUDA backend")
+    return scripts("peer_copies")
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_peer_copies_gather_every_shard_and_need_both_barriers(
     scripts: Any, in_place: bool
 ) -> None:
-    peer_copies = scripts("peer_copies")
+    peer_copies = _peer_copies(scripts)
     assert gather_by_copies(peer_copies, in_place=in_place, deaf=None)
     assert not gather_by_copies(peer_copies, in_place=in_place, deaf=0)
     assert not gather_by_copies(peer_copies, in_place=in_place, deaf=1)
@@ -183,7 +188,7 @@ def test_peer_copies_gather_every_shard_and_need_both_barriers(
 
 def test_closing_peer_copies_gives_the_group_back_once(scripts: Any) -> None:
     closed: list[int] = []
-    made = scripts("peer_copies").PeerCopies(
+    made = _peer_copies(scripts).PeerCopies(
         0, 2, lambda _: (None, 0), on_close=partial(closed.append, 1)
     )
     made.close()
@@ -202,7 +207,7 @@ def test_views_are_found_in_the_buffer_that_all_ranks_map_once(
         met.append(made)
         return made
 
-    peer_copies, group = scripts("peer_copies"), SimpleNamespace()
+    peer_copies, group = _peer_copies(scripts), SimpleNamespace()
     monkeypatch.setattr(peer_copies, "_allocate", lambda n, _: torch.empty(n, dtype=torch.uint8))
     monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
     regions = peer_copies.SymmetricRegions(group, torch.device("cpu"))
