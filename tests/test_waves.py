@@ -429,19 +429,19 @@ def test_a_rank_that_waits_in_a_wave_hears_of_one_that_is_gone(
         began = time.monotonic()
         with pytest.raises(dlo.DloError, match=r"rank 0 \(global rank 0, process") as caught:
             runner.run(steps(3, 3) if rank == 1 else None)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
         assert "gone" in str(caught.value) or "stopped" in str(caught.value)
         assert offloaded.failed
         began = time.monotonic()
         runner.close()
         offloaded.shutdown()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
 
     world = 1
     for size in sizes.values():
         world *= size
     with pytest.raises(RanksError) as error:
-        run_ranks(job, world, limit_s=8.0)
+        run_ranks(job, world, limit_s=30.0)
     assert set(error.value.errors) == {0}, error.value
 
 
