@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from poison import PoisonBackend
 from ranks import RanksError, run_ranks
 from toys import make_toy
 
 import dlo_core as dlo
 from dlo_core.rendezvous import default_store
+from dlo_core.transfer import StagedTransfer
 from dlo_core.wave_request import check_wave, compatibility_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from dlo_core.slots import Slot
 
 N = 5
 WIDTH = 8
@@ -130,6 +134,49 @@ def test_ragged_requests_have_the_bits_that_they_have_alone() -> None:
         (5, 25),
     ]
     assert len({stats.fills for _, _, stats in outcomes}) == 1
+
+
+@pytest.mark.slow
+def test_ragged_requests_of_four_ranks_fill_in_one_order() -> None:
+    """Of 10, 20, 30 and 50 steps, two that skip random blocks, one that comes late."""
+    kwargs: list[dict[str, Any]] = [{}, {"skips": 7}, {"skips": 8}, {"late_s": 0.4}]
+    requests = [
+        dlo.WaveRequest(count, kwargs[seed], seed=seed)
+        for seed, count in enumerate((10, 20, 30, 50))
+    ]
+
+    def job(rank: int) -> Any:
+        order: list[int] = []
+        fill = StagedTransfer.fill
+
+        def noted(self: StagedTransfer, slot: Slot, block: int, number: int) -> None:
+            order.append(block)
+            fill(self, slot, block, number)
+
+        topology = dlo.Topology.from_sizes(dp=4, device_type="cpu")
+        model = make_toy(N)
+
+        def late(request: dlo.WaveRequest) -> torch.Tensor:
+            time.sleep(request.kwargs.get("late_s", 0.0))
+            return sample(model, request)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StagedTransfer, "fill", noted)
+            with (
+                dlo.offload(model, device=PoisonBackend(), topology=topology) as offloaded,
+                dlo.WaveRunner(offloaded, topology=topology, fn=late, ragged=True) as runner,
+            ):
+                results = runner.run(requests if rank == 0 else None)
+                report = runner.report
+        return order, results and [each.get() for each in results], report.idle_passes
+
+    outcomes = run_ranks(job, 4)
+    orders = [order for order, _, _ in outcomes]
+    assert all(order == orders[0] for order in orders)
+    assert len(orders[0]) >= 50 * N
+    for mine, wanted in zip(outcomes[0][1], alone(requests), strict=True):
+        assert torch.equal(mine, wanted)
+    assert [idle for _, _, idle in outcomes] == [40, 30, 20, 0]
 
 
 def test_a_broken_request_harms_nobody() -> None:
