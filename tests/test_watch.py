@@ -207,32 +207,35 @@ def test_a_copy_of_the_checkpoint_is_the_same(tmp_path: Any) -> None:
     assert run_ranks(job, 2) == [True, True]
 
 
+@pytest.mark.slow
 def test_a_failure_keeps_no_memory() -> None:
     """The watch closed it while the host waited; afterwards nothing holds what it streamed through.
 
-    gloo lets go of what it had begun when its own time is over.
+    gloo lets go of what it had begun when its own time is over. In processes of their own: what a
+    fork of a long test process has inherited may hold more.
     """
+    assert run_ranks(forgotten_after_a_failure, 2, start_method="spawn") == [0, 0]
 
-    def job(rank: int) -> int:
-        model = make_toy(N)
-        backend = PoisonBackend(0)
-        offloaded = dlo.offload(model, device=backend, group=dist.group.WORLD, timeout_s=2.0)
-        model(inputs())
-        if rank == 1:
-            assert offloaded.engine is not None
-            offloaded.engine.pool.fail(RuntimeError("out of order"))
-        else:
-            with pytest.raises(dlo.DloError):
-                passes(model)
-        # Forgotten, without shutdown().
-        del offloaded, model
-        limit = time.monotonic() + 20
-        while gc.collect() >= 0 and backend.memory().allocated and time.monotonic() < limit:
-            time.sleep(0.05)
-        dist.barrier()
-        return backend.memory().allocated
 
-    assert run_ranks(job, 2) == [0, 0]
+def forgotten_after_a_failure(rank: int) -> int:
+    """Return what is allocated when a closed offload was let go without a shutdown."""
+    model = make_toy(N)
+    backend = PoisonBackend(0)
+    offloaded = dlo.offload(model, device=backend, group=dist.group.WORLD, timeout_s=2.0)
+    model(inputs())
+    if rank == 1:
+        assert offloaded.engine is not None
+        offloaded.engine.pool.fail(RuntimeError("out of order"))
+    else:
+        with pytest.raises(dlo.DloError):
+            passes(model)
+    # Forgotten, without shutdown().
+    del offloaded, model
+    limit = time.monotonic() + 10
+    while gc.collect() >= 0 and backend.memory().allocated and time.monotonic() < limit:
+        time.sleep(0.05)
+    dist.barrier()
+    return backend.memory().allocated
 
 
 # --- what is no failure ---------------------------------------------------------------------------
