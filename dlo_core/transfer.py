@@ -521,8 +521,14 @@ class GatheringTransfer(Transfer):
 
     def give_up(self) -> None:
         """Say that gathers are about to be given up; from any thread."""
-        if self._seal is not None:
-            self._seal.give_up()
+        seal = self._seal
+        if seal is not None:
+            seal.give_up()
+
+    def close(self) -> None:
+        """Forget what travels, and the seal, which holds device memory."""
+        super().close()
+        self._seal = None
 
     def _streams(self) -> tuple[Stream, ...]:
         return (self._copy_stream, self._comm_stream)

@@ -151,6 +151,10 @@ IN_PLACE(InplaceCopy, x.copy_(y))
 OP(InplaceZero, (T a), at::Tensor x = *a, x.zero_())
 OP(InplaceOne, (T a), at::Tensor x = *a, x.fill_(1))
 IN_PLACE_SCALAR(InplaceFillScalar, x.fill_(y))
+OP(InplaceMaskedFillScalar, (T a, T b, S c), at::Tensor x = *a; at::Tensor y = *b;
+   at::Scalar z = *c, x.masked_fill_(y, z))
+OP(InplaceMaskedFillTensor, (T a, T b, T c), at::Tensor x = *a; at::Tensor y = *b;
+   at::Tensor z = *c, x.masked_fill_(y, z))
 OP(Cast, (T a, int, T out), at::Tensor x = *a; at::Tensor o = *out, o.copy_(x))
 OP(Arange, (S a, S b, S c, T out), at::Scalar x = *a; at::Scalar y = *b; at::Scalar z = *c;
    at::Tensor o = *out, o.copy_(at::arange(x, y, z, o.options()).slice(0, 0, o.numel())))
