@@ -106,7 +106,7 @@ class Board:
             rank: In the group.
             size: Of the group.
         """
-        self.rank, self.size = rank, size
+        self.name, self.rank, self.size = name, rank, size
         self.me = this_process()
         self._line = line
         self._keys = [f"dlo/{name}/board/{each}" for each in range(size)]
@@ -123,6 +123,11 @@ class Board:
     def silent_s(self) -> float:
         """Seconds since the store answered last."""
         return time.monotonic() - self._heard_at
+
+    @property
+    def rounds(self) -> int:
+        """How often the others' rows were read."""
+        return self._rounds
 
     def post(self, position: Position, *, always: bool = False) -> None:
         """Write this rank's row and read the others', soon; skipped while the last time goes on.

@@ -32,7 +32,7 @@ from dlo_core.transfer import reached
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlo_core.board import Board
+    from dlo_core.board import Board, Heard
     from dlo_core.interface import Collective
     from dlo_core.slots import Pool, Slot
     from dlo_core.streamer import Streamer
@@ -44,6 +44,7 @@ _logger = logging.getLogger("dlo")
 # Of the time that the host waits for a diagnosis, when it meets a failure first.
 _LONGEST_LOOK_S = 2.0
 _POLL_S = 0.05
+_SILENT_S = 0.3
 
 
 def beat_of(timeout_s: float) -> float:
@@ -96,6 +97,7 @@ class Watch:
         self._doubts = 0
         self.trouble: Diagnosis | None = None
         self._others: tuple[tuple[Board, tuple[int, ...]], ...] = ()
+        self._gone_at: dict[tuple[str, int], int] = {}
         pool.explain = self.explain
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -265,16 +267,28 @@ class Watch:
 
     def _evidence(self, board: Board, members: tuple[int, ...]) -> Evidence:
         heard = board.heard()
-        systems = ["" if h.row is None else state_of(h.row.process, board.me) for h in heard]
         return Evidence(
             board.rank,
             members,
             self._position(),
             heard,
-            systems,
+            [self._system(board, rank, each) for rank, each in enumerate(heard)],
             board.silent_s,
             self._timeout_s / 2 + 2 * self._beat_s,
         )
+
+    def _system(self, board: Board, rank: int, heard: Heard) -> str:
+        """Return what the system says of a rank's process.
+
+        It is gone once its last row must have been read, for that says how it ended.
+        """
+        state = "" if heard.row is None else state_of(heard.row.process, board.me)
+        if state == "gone":
+            first = self._gone_at.setdefault((board.name, rank), board.rounds)
+            # The round that was under way may have read before that row was written.
+            if board.rounds < first + 2 and board.silent_s < 2 * self._beat_s + _SILENT_S:
+                return ""
+        return state
 
     def explain(self, missing: Sequence[int] = ()) -> Diagnosis:
         """Return who is to blame, for a failure that the host has met; takes a moment.
@@ -298,7 +312,9 @@ class Watch:
 
     @property
     def _look_s(self) -> float:
-        return min(_LONGEST_LOOK_S, max(self._timeout_s / 4, 3 * self._beat_s))
+        usual_s = max(self._timeout_s / 4, 3 * self._beat_s)
+        # A peer that is gone counts a few beats later; see _system().
+        return min(_LONGEST_LOOK_S, usual_s + 3 * self._beat_s + _SILENT_S)
 
     def look_well(self) -> None:
         """Do what ``look`` does, for a host whose wait for the others has failed; takes a moment.
