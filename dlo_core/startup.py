@@ -177,11 +177,13 @@ class Startup:
         made: _Made | None = None
         facts: dict[str, str] = {}
         samples: dict[str, str] = {}
+        files: list[str] = []
         try:
             if problem is None:
                 check_means(self._config, self._backend, gathers=self.gathers)
                 self._plan(request, plans)
                 facts, samples = self._facts(plans, request.salvage)
+                files = [samples[name] for name in _files(plans)] if self.gathers else []
                 if self._config.packed is not True:
                     decision = self._decide(plans, request.salvage, samples)
                 elif request.salvage is not None:
@@ -194,7 +196,7 @@ class Startup:
             self._agreement.vote(problem, "offload()")
             assert made is not None
             agree_on(self._agreement, facts, "offload()")
-            self._compare_files(plans, samples)
+            self._compare_files(plans, files)
             if decision is None:
                 # Their sizes are in the weights, so all ranks must have the same weights by now.
                 plans[:] = self._measure(plans)
@@ -207,7 +209,7 @@ class Startup:
                     plan.checkpoint.close()
             raise
 
-    def _compare_files(self, plans: Sequence[ModelPlan], samples: dict[str, str]) -> None:
+    def _compare_files(self, plans: Sequence[ModelPlan], mine: list[str]) -> None:
         """Refuse ranks that would read other values: by the files, or else by a sample of them.
 
         Raises:
@@ -215,7 +217,6 @@ class Startup:
         """
         if not self.gathers:
             return
-        mine = [samples[name] for name in _files(plans)]
         everyone = self._agreement.exchange(mine, "offload()")
         if all(theirs == mine for theirs in everyone):
             return

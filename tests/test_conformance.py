@@ -149,6 +149,9 @@ class TestLateSim(SimSuite):
 class TestLateSimWhoseHostRunsAhead(SimSuite):
     host_ahead = True
 
+    def test_a_codec_refuses_a_row_that_is_too_short(self, *args: Any, **kwargs: Any) -> None:
+        pytest.skip("what the codec of a simulation refuses shows on its stream")
+
 
 class EarlySuite(SimSuite):
     # The time at which queued work is done is the mode's to choose.
