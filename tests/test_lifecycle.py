@@ -80,7 +80,7 @@ def fast_collections() -> Iterator[None]:
 # --- enable is all or nothing ---------------------------------------------------------------------
 
 # What carries the news of a failure, or comes after the last vote.
-MESSENGERS = ("dlo_core.agreement:", "dlo_core.rendezvous:")
+MESSENGERS = ("dlo_core.agreement:", "dlo_core.rendezvous:", "dlo_core.together:")
 
 
 def steps_of(enable: Callable[[], Any]) -> list[str]:
