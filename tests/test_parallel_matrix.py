@@ -6,6 +6,7 @@ makes the table in docs/parallelism.md.
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,8 @@ def run_cell(rank: int, cell: Cell) -> Any:
         with own:
             want = [reference(*batch) for batch in inputs]
         backend = LoggedBackend(log)
+        # What earlier tests left to the collector, and the fork inherited, is not to go meanwhile.
+        gc.collect()
         before = backend.memory().allocated
         offloaded = dlo.offload(
             model, device=backend, topology=topology, use_allgather=cell.use_allgather, timeout_s=20
