@@ -258,6 +258,24 @@ def test_damage_in_a_packed_file_is_noticed_while_loading(tmp_path: Path) -> Non
         dlo.offload(model, device="cpu", checkpoint=path, packed=True)
 
 
+def test_damage_in_a_raw_chunk_of_a_packed_tensor_is_noticed_too(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model = nn.Sequential()
+    model.blocks = nn.ModuleList(nn.Linear(64, 640, dtype=torch.bfloat16) for _ in range(2))
+    model.dlo_blocks = ("blocks",)  # type: ignore[assignment]
+    noise = torch.randint(-32768, 32767, (64, 64), dtype=torch.int16).view(torch.bfloat16)
+    # One chunk of ten.
+    model.get_parameter("blocks.0.weight").data[64:128] = noise
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    path = pack_checkpoint(tmp_path / "model.safetensors").path
+    raw = bytearray(path.read_bytes())
+    at = raw.index(bytes(noise.view(torch.uint8).flatten().tolist()))
+    raw[at + 100] ^= 4
+    path.write_bytes(raw)
+    with pytest.raises(DloError, match=r"checksum of chunk \d+ .*damaged"):
+        dlo.offload(model.to("meta"), device="cpu", checkpoint=path, packed=True)
+
+
 def test_what_cannot_be_had_is_refused() -> None:
     model = Model(2)
     with pytest.raises(ConfigError, match="host='mapped' cannot be had with packed=True"):
