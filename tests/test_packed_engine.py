@@ -244,6 +244,20 @@ def test_ranks_of_a_node_share_one_packed_copy(tmp_path: Path) -> None:
     run_ranks(child, 2)
 
 
+def test_a_rank_does_not_read_shared_memory_that_another_one_writes() -> None:
+    torch.set_num_threads(1)
+    offloaded = dlo.offload(Model(2), device="cpu", packed=True)
+    assert offloaded.engine is not None
+    store = offloaded.engine.store
+    # As on the second of two ranks, with a shard that the first one has half written.
+    store.part = 1, 2
+    shard = store.parts(0)[0][1].fill_(0xEE)
+    store.write(0, 0, torch.zeros(8, dtype=torch.uint8))
+    store.flush()
+    assert bool((shard == 0xEE).all())
+    offloaded.shutdown()
+
+
 def test_damage_in_a_packed_file_is_noticed_while_loading(tmp_path: Path) -> None:
     save_file(Model(2).state_dict(), tmp_path / "model.safetensors")
     path = pack_checkpoint(tmp_path / "model.safetensors").path
