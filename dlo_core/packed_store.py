@@ -105,7 +105,8 @@ class PackedStore(HostStore):
             ) from error
         for at, part in self._inner.parts(index):
             stop = min(at + part.nbytes, room)
-            self._backend.copy(part[: stop - at], row[at:stop])
+            if at < stop:
+                self._backend.copy(part[: stop - at], row[at:stop])
         self._backend.current_stream().synchronize()
 
     def put(self, index: int, row: torch.Tensor) -> None:

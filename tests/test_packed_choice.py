@@ -93,6 +93,26 @@ def test_no_switch_changes_a_bit(settings: dict[str, Any], monkeypatch: pytest.M
     assert all(same_bits(model.state_dict()[k], v) for k, v in resident.state_dict().items())
 
 
+def test_shards_that_lie_in_several_parts_change_their_form_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.set_num_threads(1)
+    told = Told(monkeypatch)
+    monkeypatch.setattr("dlo_core.arena._rounds", lambda *_: True)
+    monkeypatch.setattr("dlo_core.arena.cut", lambda nbytes: [8192] * -(-nbytes // 8192))
+    model = Model(3)
+    resident = twin(model)
+    offloaded = dlo.offload(model, device="cpu", packed="auto")
+    for compute, packed in ((0.0, True), (300.0, False)):
+        told.compute = compute
+        for _ in range(5):
+            with torch.inference_mode():
+                assert torch.equal(model(data()), resident(data()))
+        assert (offloaded.stats().packed_ratio is not None) is packed
+    offloaded.disable()
+    assert all(same_bits(model.state_dict()[k], v) for k, v in resident.state_dict().items())
+
+
 @pytest.mark.parametrize("packed", [False, True, "auto"])
 def test_an_engine_ends_with_its_last_user(packed: bool | str) -> None:
     torch.set_num_threads(1)
