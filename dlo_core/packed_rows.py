@@ -66,11 +66,15 @@ def find_row(
     wanted = [source for source in sources.values() if isinstance(source, StoredTensor)]
     if not any(stored.values()) or not wanted:
         return None
-    parts = []
+    parts, at = [], 0
     for spec in layout.tensors:
         source, tensor = sources[spec.name], stored[spec.name]
         if tensor is None and isinstance(source, StoredTensor) and source.packed:
             return None
+        if spec.offset != at:
+            # Tensors that are aligned to more than a chunk have chunks of no tensor between them.
+            return None
+        at = spec.offset + count_chunks(spec.nbytes) * CHUNK_NBYTES
         start, stop = max(spec.offset, low), min(spec.offset + spec.nbytes, high)
         if start < stop:
             start, stop = start - spec.offset, stop - spec.offset

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -201,6 +202,24 @@ def test_a_checkpoint_is_loaded_saved_and_restored(
         run_ranks(child, ranks)
     saved = load_file(tmp_path / "saved.safetensors")
     assert all(same_bits(saved[k], v) for k, v in expected.state_dict().items())
+
+
+def test_a_packed_file_is_right_where_tensors_are_aligned_to_more_than_a_chunk(
+    tmp_path: Path,
+) -> None:
+    torch.set_num_threads(1)
+    expected = Model(2)
+    save_file(expected.state_dict(), tmp_path / "model.safetensors")
+    path = pack_checkpoint(tmp_path / "model.safetensors").path
+    backend = CpuBackend()
+    backend.capabilities = replace(backend.capabilities, alignment=65536)
+    with torch.device("meta"):
+        model = Model(2)
+    offloaded = dlo.offload(model, device=backend, checkpoint=path, packed=True)
+    with torch.inference_mode():
+        assert torch.equal(model(data()), expected(data()))
+    offloaded.disable()
+    assert all(same_bits(model.state_dict()[k], v) for k, v in expected.state_dict().items())
 
 
 def test_a_packed_file_is_read_raw_too(tmp_path: Path) -> None:
