@@ -106,6 +106,26 @@ def test_a_folder_with_an_index_is_copied_whole(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["transformer", "transformer-packed"]
 
 
+@pytest.mark.parametrize("by_index", [False, True])
+def test_files_in_folders_below_the_index_keep_their_places(
+    tmp_path: Path, by_index: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    (folder / "below").mkdir(parents=True)
+    weight_map = {"big": "below/a.safetensors", "float": "a.safetensors"}
+    for name, file in weight_map.items():
+        save_file({name: tensors()[name]}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    monkeypatch.chdir(tmp_path)
+    made = pack_checkpoint(index.relative_to(tmp_path) if by_index else "model")
+    assert made.num_packed == 1
+    with Checkpoint.open(made.path) as checkpoint:
+        whole = tensors()["big"].flatten().view(torch.uint8)
+        assert torch.equal(read(checkpoint, "big", 0, len(whole)), whole)
+        assert set(checkpoint.tensors) == set(weight_map)
+
+
 @pytest.mark.parametrize("at", [70, 2000, 12000])
 def test_damage_in_the_file_is_named(source: Path, at: int) -> None:
     made = pack_checkpoint(source)
