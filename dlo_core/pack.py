@@ -134,6 +134,11 @@ def _target(source: Path, out: str | os.PathLike[str] | None) -> Path:
         target = Path(out).absolute()
     if single and target.suffix != ".safetensors":
         raise ConfigError(f"out= for one file must end in .safetensors; got {str(target)!r}")
+    if not single and target.suffix == ".safetensors":
+        raise ConfigError(
+            f"out= for a folder or an index is a folder, whose name must not end in .safetensors; "
+            f"got {str(target)!r}"
+        )
     if os.path.lexists(target):
         raise ConfigError(f"{str(target)!r} exists; nothing is replaced: give another out=")
     return target

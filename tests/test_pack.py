@@ -101,6 +101,8 @@ def test_a_folder_with_an_index_is_copied_whole(tmp_path: Path) -> None:
     assert (made.path / "config.json").exists()
     with pytest.raises(ConfigError, match="exists"):
         pack_checkpoint(folder)
+    with pytest.raises(ConfigError, match="for a folder or an index is a folder"):
+        pack_checkpoint(folder, tmp_path / "out.safetensors")
     with pytest.raises(CheckpointError, match="packed already"):
         pack_checkpoint(made.path, tmp_path / "again")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["transformer", "transformer-packed"]
