@@ -13,16 +13,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 
 from dlo_core.checkpoint import Checkpoint
 from dlo_core.checkpoint_files import find_files
+from dlo_core.coder import codec_of
 from dlo_core.errors import CheckpointError, ConfigError
 from dlo_core.file_reads import Scratch
 from dlo_core.packed import decode_segment, measure, padded, write_segment
 from dlo_core.packed_format import VERSION
-from dlo_core.packed_torch import TorchCodec
 from dlo_core.progress import reporting
 from dlo_core.registry import resolve
 from dlo_core.safetensors_header import DTYPES, PACKED_KEY
@@ -149,7 +150,7 @@ class _Packer:
 
     def __init__(self, backend: Backend, *, verify: bool) -> None:
         self._backend = backend
-        self._codec = backend.codec() or TorchCodec()
+        self._codec = codec_of(backend)
         self._verify = verify
 
     def pack(self, tensor: CheckpointTensor, data: torch.Tensor) -> torch.Tensor | None:
@@ -182,7 +183,8 @@ class _Copy:
         self._folder = self._source if source.is_dir() else self._source.parent
         self._target = target
         self._single = target.suffix == ".safetensors"
-        self._hidden = target.with_name(f".{target.name}.{os.getpid()}.part")
+        # Processes in containers may have one number and one disk.
+        self._hidden = target.with_name(f".{target.name}.{uuid4().hex[:8]}.part")
         self.num_packed = 0
         self.nbytes = 0
 

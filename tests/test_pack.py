@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -169,6 +170,13 @@ def test_a_failure_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(CheckpointError, match="No space left"):
         pack_checkpoint(source)
     assert [p.name for p in source.parent.iterdir()] == [source.name]
+
+
+def test_what_another_process_of_the_same_number_writes_is_left_alone(source: Path) -> None:
+    other = source.with_name(f".model-packed.safetensors.{os.getpid()}.part")
+    other.write_bytes(b"half")
+    assert pack_checkpoint(source).num_packed == 1
+    assert other.read_bytes() == b"half"
 
 
 def test_the_command_says_what_it_did(source: Path) -> None:
