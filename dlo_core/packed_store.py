@@ -100,7 +100,7 @@ class PackedStore(HostStore):
         except TooLongError as error:
             raise UseError(
                 f"the new values of block {self._layouts[index].name!r} take {error.nbytes:,} "
-                f"bytes packed, and there is room for {room:,}: disable() and offload again, or "
+                f"bytes packed, and there is room for {room:,}: shutdown() and offload them, or "
                 "use packed=False"
             ) from error
         for at, part in self._inner.parts(index):

@@ -321,13 +321,19 @@ def test_what_cannot_be_had_is_refused() -> None:
 def test_new_values_that_take_too_much_are_refused_and_named() -> None:
     torch.set_num_threads(1)
     model = Model(2)
+    resident = twin(model)
     offloaded = dlo.offload(model, device="cpu", packed=True)
     weight = model.get_parameter("blocks.1.up.weight")
     noise = torch.randint(-32768, 32767, tuple(weight.shape), dtype=torch.int16)
     given = {"blocks.1.up.weight": noise.view(torch.bfloat16)}
     with pytest.raises(UseError, match=r"'blocks.1' take [\d,]+ bytes packed"):
         offloaded.update_weights(given)
-    offloaded.shutdown()
+    with torch.inference_mode(), pytest.raises(UseError, match="failed half-way"):
+        model(data())
+    offloaded.update_weights({"blocks.1.up.weight": resident.state_dict()["blocks.1.up.weight"]})
+    with torch.inference_mode():
+        assert torch.equal(model(data()), resident(data()))
+    offloaded.disable()
 
 
 def test_a_device_without_a_codec_of_its_own_is_warned_about(
