@@ -5,6 +5,7 @@ Chunks stand alone, so a range costs the entries and blobs of its chunks and not
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,11 +92,8 @@ class PackedTensor:
         if not len(out):
             return
         first, stop = start // CHUNK_NBYTES, count_chunks(start + len(out))
-        try:
+        with self._named():
             run = self._decode(first, stop)
-        except CheckpointError as error:
-            text = f"{str(self.stored.path)!r}: {self.stored.name!r}: {error}"
-            raise CheckpointError(text) from error
         at = start - first * CHUNK_NBYTES
         out[:] = memoryview(run[at : at + len(out)].numpy())  # type: ignore[arg-type]
 
@@ -105,6 +103,19 @@ class PackedTensor:
         Raises:
             CheckpointError: The file cannot be read, or is damaged.
         """
+        with self._named():
+            return self._chunks(first, stop)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Let errors say which tensor of which file it is."""
+        try:
+            yield
+        except CheckpointError as error:
+            text = f"{str(self.stored.path)!r}: {self.stored.name!r}: {error}"
+            raise CheckpointError(text) from error
+
+    def _chunks(self, first: int, stop: int) -> PackedChunks:
         header = self._header()
         place = HEADER_NBYTES + 4 * ENTRY_WORDS * first
         entries = self._words(place, ENTRY_WORDS * (stop - first)).view(-1, ENTRY_WORDS)
@@ -121,7 +132,7 @@ class PackedTensor:
         return PackedChunks(entries, tables, begin, length)
 
     def _decode(self, first: int, stop: int) -> torch.Tensor:
-        chunks = self.chunks(first, stop)
+        chunks = self._chunks(first, stop)
         made = join([(chunks.entries, chunks.tables)], CHUNK_NBYTES * (stop - first))
         row = padded_row(made)
         self._fill(chunks.start, row[made.header.index_nbytes : made.header.blobs_stop])

@@ -6,12 +6,13 @@ blocks' runs.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from dlo_core.coder import TooLongError
-from dlo_core.errors import UseError
+from dlo_core.errors import CheckpointError, UseError
 from dlo_core.host import HostStore
 from dlo_core.packed_cut import packed_tensors
 from dlo_core.rawbytes import move_bytes
@@ -81,10 +82,15 @@ class PackedStore(HostStore):
         )
 
     def whole(self, index: int) -> torch.Tensor:
-        """Return this rank's part of the run of block ``index``, decoded."""
+        """Return this rank's part of the run of block ``index``, decoded.
+
+        Raises:
+            CheckpointError: The shard is damaged.
+        """
         if self._dirty is not None and self._dirty[0] == index:
             return self._dirty[1]
-        return self._coder.decode(self._inner.whole(index))
+        with self._named(index):
+            return self._coder.decode(self._inner.whole(index))
 
     def pack(self, index: int, run: torch.Tensor) -> None:
         """Pack this rank's part of the run of block ``index``, in whole chunks.
@@ -115,11 +121,20 @@ class PackedStore(HostStore):
         Raises:
             CheckpointError: It is damaged.
         """
-        self._coder.check(row)
+        with self._named(index):
+            self._coder.check(row)
         for at, part in self._inner.parts(index):
             stop = min(at + part.nbytes, row.numel())
             if at < stop:
                 move_bytes(part[: stop - at], row[at:stop])
+
+    @contextmanager
+    def _named(self, index: int) -> Iterator[None]:
+        """Let errors say which block it is."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"block {self._layouts[index].name!r}: {error}") from error
 
     def host_run(self, nbytes: int) -> torch.Tensor:
         """Return host memory for runs that ``pack`` is given, until ``rest``."""

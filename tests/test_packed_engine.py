@@ -283,12 +283,15 @@ def test_damage_in_a_packed_file_is_noticed_while_loading(tmp_path: Path) -> Non
     with Checkpoint.open(path) as checkpoint:
         stored = checkpoint.tensors["blocks.1.up.weight"]
     raw = bytearray(path.read_bytes())
-    raw[stored.offset + stored.packed_nbytes // 2] ^= 4
-    path.write_bytes(raw)
     with torch.device("meta"):
         model = Model(2)
-    with pytest.raises(DloError, match="damaged"):
-        dlo.offload(model, device="cpu", checkpoint=path, packed=True)
+    # Among the blobs, and in the second entry's sizes.
+    for at, text in ((stored.packed_nbytes // 2, "'blocks.1'"), (64 + 16 + 7, f"{stored.name!r}")):
+        raw[stored.offset + at] ^= 4
+        path.write_bytes(raw)
+        with pytest.raises(DloError, match=f"{text}: .*damaged"):
+            dlo.offload(model, device="cpu", checkpoint=path, packed=True)
+        raw[stored.offset + at] ^= 4
 
 
 def test_damage_in_a_raw_chunk_of_a_packed_tensor_is_noticed_too(tmp_path: Path) -> None:
@@ -305,7 +308,7 @@ def test_damage_in_a_raw_chunk_of_a_packed_tensor_is_noticed_too(tmp_path: Path)
     at = raw.index(bytes(noise.view(torch.uint8).flatten().tolist()))
     raw[at + 100] ^= 4
     path.write_bytes(raw)
-    with pytest.raises(DloError, match=r"checksum of chunk \d+ .*damaged"):
+    with pytest.raises(DloError, match=r"'blocks.0'.*checksum of chunk \d+ .*damaged"):
         dlo.offload(model.to("meta"), device="cpu", checkpoint=path, packed=True)
 
 
@@ -379,7 +382,7 @@ def test_a_damaged_shard_is_noticed_when_it_is_read_back() -> None:
     assert offloaded.engine is not None
     shard = offloaded.engine.store.parts(1)[0][1]
     shard[shard.numel() // 2] ^= 0x10
-    with pytest.raises(DloError, match="damaged"):
+    with pytest.raises(DloError, match=r"block 'blocks.1': .*damaged"):
         offloaded.state_dict()
     offloaded.shutdown()
 
