@@ -24,7 +24,7 @@ from dlo_core.packed_format import (
     count_chunks,
     index_nbytes,
 )
-from dlo_core.packed_torch import TorchCodec
+from dlo_core.packed_torch import TorchCodec, signed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +108,7 @@ def measure(
         ],
         1,
     )
-    words = torch.cat([_signed(entries).flatten(), tables.view(torch.int32).flatten()])
+    words = torch.cat([signed(entries).flatten(), tables.view(torch.int32).flatten()])
     return Index(Header.of(nbytes, len(tables), total, _checksum(words)), words, ranks)
 
 
@@ -172,7 +172,7 @@ def join(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], run_nbytes: int) ->
         moved[:, 2] += torch.where(table == RAW_TABLE, 0, first) << 16
         place += int(ends[-1]) if len(ends) else 0
         first += len(tables)
-        made.append(_signed(moved))
+        made.append(signed(moved))
     header = Header.of(run_nbytes, num_tables, place - start, 0)
     empty = torch.empty(0, ENTRY_WORDS, dtype=torch.int32)
     return Joined(
@@ -321,11 +321,6 @@ def _long_enough(row: torch.Tensor, header: Header) -> torch.Tensor:
 
 def _entries(words: torch.Tensor, num_chunks: int) -> torch.Tensor:
     return words[: ENTRY_WORDS * num_chunks].view(-1, ENTRY_WORDS).to(torch.int64) & _WORD
-
-
-def _signed(words: torch.Tensor) -> torch.Tensor:
-    """Return numbers below 2**32 as words of the same bits."""
-    return (words - ((words >> 31) << 32)).to(torch.int32)
 
 
 def _checksum(words: torch.Tensor) -> int:

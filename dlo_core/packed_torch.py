@@ -18,7 +18,7 @@ from dlo_core.packed_format import (
     TABLE_WORDS,
 )
 
-__all__ = ["TorchCodec", "checksums"]
+__all__ = ["TorchCodec", "checksums", "signed"]
 
 _VALUES = CHUNK_NBYTES // 2
 _LANES = 256
@@ -118,10 +118,10 @@ def _bits(words: torch.Tensor) -> torch.Tensor:
 def checksums(words: torch.Tensor) -> torch.Tensor:
     """Return the checksum of each chunk, of which a row of words is one."""
     odd = 2 * _columns(words, _WORDS) + 1
-    return _signed(((words.to(torch.int64) & _WORD) * odd).sum(1) & _WORD)
+    return signed(((words.to(torch.int64) & _WORD) * odd).sum(1) & _WORD)
 
 
-def _signed(words: torch.Tensor) -> torch.Tensor:
+def signed(words: torch.Tensor) -> torch.Tensor:
     """Return numbers below 2**32 as words of the same bits."""
     return (words - ((words >> 31) << 32)).to(torch.int32)
 
@@ -153,7 +153,7 @@ def _blobs(words: torch.Tensor, entries: torch.Tensor, ranks: torch.Tensor) -> t
     num_second, num_third = entries[:, 1] & 0xFFFF, entries[:, 1] >> 16
     padding = -(num_second + num_third + count) % 4
     parts = [
-        (_signed(first), _LANES * coded),
+        (signed(first), _LANES * coded),
         (middle.view(torch.int32), _VALUES // 4 * coded),
         (second, num_second),
         (third, num_third),
@@ -174,7 +174,7 @@ def _patches(bits: torch.Tensor, missed: torch.Tensor, most: int) -> torch.Tenso
         ordinal = missed.cumsum(1)[missed] - 1
         within = _by_lane(_columns(bits, _VALUES).view(1, -1))[0]
         # A raw chunk has none, however many it misses.
-        out[chunk, ordinal] = _signed(within[place] | (bits[missed].to(torch.int64) << 16))
+        out[chunk, ordinal] = signed(within[place] | (bits[missed].to(torch.int64) << 16))
     return out
 
 
@@ -189,7 +189,7 @@ def _stream(codes: torch.Tensor, chosen: torch.Tensor, width: int, count: int) -
     if width == 3:
         # Such a code may cross into the next word.
         words.scatter_add_(0, place + 1, value >> 32)
-    return _signed(words.view(len(codes), count + 1)[:, :count])
+    return signed(words.view(len(codes), count + 1)[:, :count])
 
 
 def _get_raw(words: torch.Tensor, entries: torch.Tensor, num_chunks: int) -> torch.Tensor:
