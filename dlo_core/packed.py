@@ -6,7 +6,7 @@ memory for it; ``write_segment`` writes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,6 @@ from dlo_core.packed_format import (
     RAW_TABLE,
     Header,
     count_chunks,
-    index_nbytes,
 )
 from dlo_core.packed_torch import TorchCodec, signed
 
@@ -33,21 +32,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Index",
-    "Joined",
+    "blob_nbytes",
     "check_segment",
     "decode_segment",
-    "join",
+    "index_checksum",
     "measure",
     "pack",
     "padded",
-    "padded_row",
     "parse_segment",
     "unpack",
-    "write_index",
     "write_segment",
 ]
 
 _WORD = 0xFFFFFFFF
+_LOW = 0xFFFF
 # So many values tell which exponents are common; one that they miss is a patch.
 _SAMPLE = 1_000_000
 
@@ -109,7 +107,7 @@ def measure(
         1,
     )
     words = torch.cat([signed(entries).flatten(), tables.view(torch.int32).flatten()])
-    return Index(Header.of(nbytes, len(tables), total, _checksum(words)), words, ranks)
+    return Index(Header.of(nbytes, len(tables), total, index_checksum(words)), words, ranks)
 
 
 def write_segment(codec: Codec, run: torch.Tensor, index: Index, row: torch.Tensor) -> None:
@@ -130,72 +128,7 @@ def write_segment(codec: Codec, run: torch.Tensor, index: Index, row: torch.Tens
         codec.write(run, index.ranks, row)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Joined:
-    """The index of a segment that is put together from chunks which are coded already.
-
-    Attributes:
-        header: Its sizes; ``write_index`` knows the checksum.
-        entries: An entry a chunk, as words of which the sign means nothing.
-        tables: All tables.
-    """
-
-    header: Header
-    entries: torch.Tensor
-    tables: torch.Tensor
-
-
-def join(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], run_nbytes: int) -> Joined:
-    """Return the index of a segment of the chunks of several parts, on the host.
-
-    The blobs of each part lie one behind the other, as the part had them, and so do the parts.
-
-    Args:
-        parts: Of each, its entries and the tables that they name.
-        run_nbytes: Bytes of the run.
-
-    Raises:
-        CheckpointError: An entry cannot be true.
-    """
-    num_tables = sum(len(tables) for _, tables in parts)
-    if num_tables >= RAW_TABLE:
-        raise CheckpointError(f"{num_tables:,} tables are too many for one segment")
-    num_chunks = sum(len(entries) for entries, _ in parts)
-    start = index_nbytes(num_chunks, num_tables)
-    place, first, made = start, 0, []
-    for entries, tables in parts:
-        moved = entries.to(torch.int64) & _WORD
-        sizes = _blob_nbytes(moved, len(tables))
-        ends = torch.cumsum(sizes, 0)
-        moved[:, 0] = (place + ends - sizes) // 16
-        table = moved[:, 2] >> 16
-        moved[:, 2] += torch.where(table == RAW_TABLE, 0, first) << 16
-        place += int(ends[-1]) if len(ends) else 0
-        first += len(tables)
-        made.append(signed(moved))
-    header = Header.of(run_nbytes, num_tables, place - start, 0)
-    empty = torch.empty(0, ENTRY_WORDS, dtype=torch.int32)
-    return Joined(
-        header, torch.cat([empty, *made]), torch.cat([empty, *(tables for _, tables in parts)])
-    )
-
-
-def padded_row(made: Joined) -> torch.Tensor:
-    """Return a host row with the index of ``made``, in which the blobs are still to be put."""
-    row = torch.zeros(made.header.nbytes, dtype=torch.uint8)
-    write_index(made, row)
-    return row
-
-
-def write_index(made: Joined, row: torch.Tensor) -> None:
-    """Write header, entries and tables of ``made`` to the beginning of a host row."""
-    words = torch.cat([made.entries.flatten(), made.tables.flatten()])
-    header = replace(made.header, checksum=_checksum(words))
-    row[:HEADER_NBYTES] = torch.frombuffer(bytearray(header.to_bytes()), dtype=torch.uint8)
-    row[HEADER_NBYTES : header.index_nbytes] = words.view(torch.uint8)
-
-
-def _blob_nbytes(entries: torch.Tensor, num_tables: int) -> torch.Tensor:
+def blob_nbytes(entries: torch.Tensor, num_tables: int) -> torch.Tensor:
     """Return the bytes of each chunk's blob.
 
     Raises:
@@ -232,13 +165,13 @@ def check_segment(row: torch.Tensor) -> Header:
     """
     header = parse_segment(row)
     words = row[HEADER_NBYTES : header.index_nbytes].view(torch.int32)
-    if _checksum(words) & ((1 << 64) - 1) != header.checksum:
+    if index_checksum(words) & ((1 << 64) - 1) != header.checksum:
         raise CheckpointError(
             "the checksum of packed data's index is wrong: it is damaged; pack the checkpoint again"
         )
     entries = _entries(words, header.num_chunks)
     place = entries[:, 0] * 16
-    stop = place + _blob_nbytes(entries, header.num_tables)
+    stop = place + blob_nbytes(entries, header.num_tables)
     bad = (place < header.index_nbytes) | (stop > header.blobs_stop)
     if bool(bad.any()):
         raise CheckpointError(
@@ -305,9 +238,6 @@ def unpack(row: torch.Tensor) -> torch.Tensor:
     return out[: header.run_nbytes]
 
 
-_LOW = 0xFFFF
-
-
 def _long_enough(row: torch.Tensor, header: Header) -> torch.Tensor:
     """Return the row in whole words, padded where a decoder may look beyond its end."""
     wanted = header.index_nbytes + LEAST_ROW_NBYTES
@@ -323,7 +253,8 @@ def _entries(words: torch.Tensor, num_chunks: int) -> torch.Tensor:
     return words[: ENTRY_WORDS * num_chunks].view(-1, ENTRY_WORDS).to(torch.int64) & _WORD
 
 
-def _checksum(words: torch.Tensor) -> int:
+def index_checksum(words: torch.Tensor) -> int:
+    """Return the checksum of entries and tables, modulo 2**64, as a signed number."""
     odd = 2 * torch.arange(words.numel(), device=words.device) + 1
     return int(((words.to(torch.int64) & _WORD) * odd).sum())
 

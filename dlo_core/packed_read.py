@@ -13,7 +13,7 @@ import torch
 
 from dlo_core.errors import CheckpointError
 from dlo_core.file_reads import Scratch
-from dlo_core.packed import decode_segment, join, padded_row
+from dlo_core.packed import decode_segment
 from dlo_core.packed_format import (
     CHUNK_NBYTES,
     ENTRY_WORDS,
@@ -22,6 +22,7 @@ from dlo_core.packed_format import (
     Header,
     count_chunks,
 )
+from dlo_core.packed_join import join, padded_row
 from dlo_core.packed_torch import TorchCodec
 from dlo_core.pieces import Extent, Laid
 from dlo_core.reading import Computed

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dlo_core.packed import join, padded_row, write_index
 from dlo_core.packed_format import CHUNK_NBYTES, ENTRY_WORDS, RAW_TABLE, TABLE_WORDS, count_chunks
+from dlo_core.packed_join import join, padded_row, write_index
 from dlo_core.packed_read import PackedTensor
 from dlo_core.packed_torch import checksums
 from dlo_core.reading import Work, memory_of
