@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlo_core.errors import CheckpointError
-from dlo_core.packed import check_segment, measure, pack, padded, unpack, write_segment
+from dlo_core.packed import (
+    check_segment,
+    index_checksum,
+    measure,
+    pack,
+    padded,
+    unpack,
+    write_segment,
+)
 from dlo_core.packed_format import CHUNK_NBYTES, HEADER_NBYTES, Header
 from dlo_core.packed_torch import TorchCodec
 
@@ -140,6 +149,30 @@ def test_damage_is_noticed_or_without_effect(place: int, value: int, cut: int) -
         assert torch.equal(got, data)
         return
     assert any(word in said for word in ("damaged", "cut short", "version"))
+
+
+def test_every_byte_of_header_and_index_counts() -> None:
+    row = pack(raw(weights(2 * _CHUNK)))
+    for place in range(check_segment(row).index_nbytes):
+        row[place] ^= 0x10
+        with pytest.raises(CheckpointError):
+            check_segment(row)
+        row[place] ^= 0x10
+    check_segment(row)
+    with pytest.raises(CheckpointError, match=r"it says [\d,]+ bytes, and"):
+        check_segment(row[:-1])
+
+
+@pytest.mark.parametrize("place", [0, 1, 1 << 27])
+def test_an_entry_that_points_outside_is_refused_though_its_checksum_is_right(place: int) -> None:
+    row = pack(raw(weights(2 * _CHUNK)))
+    header = check_segment(row)
+    words = row[HEADER_NBYTES : header.index_nbytes].view(torch.int32)
+    words[4] = place
+    told = replace(header, checksum=index_checksum(words) % 2**64)
+    row[:HEADER_NBYTES] = torch.tensor(list(told.to_bytes()), dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="entry 1 of packed data points outside"):
+        check_segment(row)
 
 
 def test_another_version_and_other_data_are_named() -> None:
