@@ -98,7 +98,7 @@ class Agreement(ABC):
             value: Picklable, small.
             what: Names the exchange in the error.
             timeout_s: How long to wait for the others; None: as long as for loading.
-            meanwhile: Called now and then while the others are awaited.
+            meanwhile: Called now and then while the others are awaited; what it raises gets out.
 
         Raises:
             AgreementError: A rank did not answer within the timeout.
@@ -301,6 +301,9 @@ class GroupAgreement(Agreement):
             padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
             padded[: payload.numel()] = payload
             parts = self._gather(padded, deadline, meanwhile)
+        # What ``meanwhile`` raised says more.
+        except DloError:
+            raise
         except (RuntimeError, ValueError) as error:
             raise self._nobody(what, self._missing(step), error, limit_s) from error
         # Peers of one job, over a group of our own: trusted as far as each other's code is.

@@ -355,7 +355,13 @@ def test_an_exchange_that_is_given_up_keeps_nobody_waiting() -> None:
         def enough() -> None:
             raise KeyboardInterrupt
 
+        def burn() -> None:
+            raise dlo.FillError("the disk burns", rank=0, block="blocks.0", fill=1)
+
         began = time.monotonic()
+        # What says why goes as it is.
+        with pytest.raises(dlo.FillError, match="the disk burns"):
+            agreement.exchange(1, "test", meanwhile=burn)
         with pytest.raises(KeyboardInterrupt):
             agreement.exchange(1, "test", meanwhile=enough)
         agreement.close()
