@@ -24,7 +24,7 @@ from dlo_core.board import Board
 from dlo_core.collective import abandon, release_group
 from dlo_core.errors import AgreementError, ConfigError, DloError, FillError
 from dlo_core.rendezvous import MissingRanks, default_store, meet, new_group_of
-from dlo_core.store_line import StoreLine
+from dlo_core.store_line import StoreLine, StoreSilent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -242,7 +242,8 @@ class GroupAgreement(Agreement):
             patience_s: How long to wait for the store of the job; None: as long.
 
         Raises:
-            AgreementError: A rank did not come within ``timeout_s``.
+            AgreementError: A rank did not come within ``timeout_s``, or the store did not
+                answer.
         """
         if isinstance(group, dist.ProcessGroup):
             group = dist.get_process_group_ranks(group)
@@ -260,6 +261,9 @@ class GroupAgreement(Agreement):
         except MissingRanks as error:
             self._line.close()
             raise self._nobody("offload()", error.ranks, error) from None
+        except StoreSilent as error:
+            self._line.close()
+            raise AgreementError(f"offload(): the ranks could not meet: {error}") from error
         except RuntimeError as error:
             self._line.close()
             raise self._nobody("offload()", (), error) from error
