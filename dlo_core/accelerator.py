@@ -149,9 +149,10 @@ class DeviceSeal(Seal):
         with torch.inference_mode(False), torch.no_grad():
             self._seen.copy_(self._given_up, non_blocking=True)
         for tensor in tensors:
-            # In the caller's own mode, in which the tensor was made.
             if _fillable(tensor, self._seen.device):
-                with torch.no_grad():
+                # A model that enters inference mode by itself returns what only there is written.
+                mode = torch.is_inference_mode_enabled() or tensor.is_inference()
+                with torch.inference_mode(mode), torch.no_grad():
                     tensor.masked_fill_(self._seen, torch.nan)
 
     def give_up(self) -> None:
