@@ -72,7 +72,7 @@ class Stream(Protocol):
 
 
 class Graph(Protocol):
-    """Work that was recorded once and can be queued as a whole, as ``torch.cuda.CUDAGraph`` is."""
+    """Work that was recorded once and can be queued as a whole, as a device's graph is."""
 
     def replay(self) -> None:
         """Queue the recorded work on the current stream."""
