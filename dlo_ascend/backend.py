@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dlo_ascend.availability import import_torch_npu, number_of
+from dlo_ascend.availability import import_torch_npu
 from dlo_ascend.formats import private_format
 from dlo_ascend.memory import AscendAllocator, RegisteringAllocator
 from dlo_ascend.npurt import why_no_registration
 from dlo_ascend.settings import describe
 from dlo_ascend.streams import StreamTable, Switch
-from dlo_core.accelerator import AcceleratorBackend
+from dlo_core.accelerator import AcceleratorBackend, device_index
 from dlo_core.interface import Capabilities
 
 if TYPE_CHECKING:
@@ -76,9 +76,11 @@ def make_backend(device: str) -> AscendBackend:
         BackendError: torch_npu cannot be used here, or there is no such device.
     """
     torch_npu = import_torch_npu(device)
-    number = number_of(device, torch_npu.npu.device_count())
-    if number is None:
-        # Asking for the current device would start the device, which a look at the backends must
-        # not.
-        number = torch_npu.npu.current_device() if torch_npu.npu.is_initialized() else 0
+    number = device_index(
+        torch_npu.npu,
+        device,
+        kind="NPUs",
+        absent="torch_npu sees no NPU (the driver is missing, this container was not given the "
+        "devices, or ASCEND_RT_VISIBLE_DEVICES hides them)",
+    )
     return AscendBackend(torch_npu, torch.device("npu", number))
