@@ -5,13 +5,14 @@ What differs from CUDA, and why, is in docs/ascend.md under "What the backend ta
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dlo_ascend.availability import import_torch_npu
 from dlo_ascend.formats import private_format
-from dlo_ascend.memory import AscendAllocator, RegisteringAllocator
+from dlo_ascend.memory import AscendAllocator, RegisteringAllocator, exact_above_mib
 from dlo_ascend.npurt import why_no_registration
 from dlo_ascend.settings import describe
 from dlo_ascend.streams import StreamTable, Switch
@@ -32,6 +33,7 @@ class AscendBackend(AcceleratorBackend):
         """Use ``device`` through ``torch_npu``."""
         registers = why_no_registration(torch_npu) is None
         make = RegisteringAllocator if registers else AscendAllocator
+        threshold = exact_above_mib(os.environ.get("PYTORCH_NPU_ALLOC_CONF", ""))
         super().__init__(
             torch_npu.npu,
             device,
@@ -42,6 +44,8 @@ class AscendBackend(AcceleratorBackend):
                 host_blocks=False,
                 pinned_memory=True,
                 host_registration=registers,
+                # What is rounded below a MiB is a few pages.
+                locks_exactly=threshold is not None and threshold <= 1,
             ),
             allocator=make(torch_npu.npu, device),
         )
