@@ -319,6 +319,17 @@ def test_a_seal_spoils_what_the_device_had_not_computed(mode: Callable[[], Any])
     assert not others[1].isnan().any()
 
 
+def test_a_seal_spoils_what_a_model_made_in_an_inference_mode_of_its_own() -> None:
+    seal = DeviceSeal(torch.device("cpu"), torch.zeros((), dtype=torch.bool))
+    with torch.inference_mode():
+        out = torch.ones(3)
+    seal.apply([out])
+    assert torch.equal(out, torch.ones(3))
+    seal.give_up()
+    seal.apply([out])
+    assert out.isnan().all()
+
+
 class Ahead(CpuBackend):
     """A backend whose host is said to run ahead; it notes what the watch does."""
 
