@@ -574,6 +574,19 @@ class Engine:
         for plan in self.plans:
             if plan.checkpoint is not None:
                 plan.checkpoint.close()
+        self._let_go(keep_store=keep_store, stuck=stuck)
+        self.blocks = []
+
+    def discard(self) -> None:
+        """Let everything go before ``commit``; the models were not touched."""
+        for streamer in self.streamers:
+            streamer.close("loading failed")
+        if self.watch is not None:
+            self.watch.close("closed", "loading failed")
+        self._let_go(keep_store=self._kept is not None, stuck=self.collective.stuck())
+
+    def _let_go(self, *, keep_store: bool, stuck: bool) -> None:
+        """Let collective, streams and memory go; where a gather is stuck, wait for nothing."""
         # The collective first: gathers that wait for a peer are given up, so nobody waits for it.
         self.collective.close()
         if stuck:
@@ -588,18 +601,6 @@ class Engine:
             self.transfer.close()
         self.pool.release()
         if not keep_store and not stuck:
-            self.store.release()
-        self.blocks = []
-
-    def discard(self) -> None:
-        """Let everything go before ``commit``; the models were not touched."""
-        for streamer in self.streamers:
-            streamer.close("loading failed")
-        if self.watch is not None:
-            self.watch.close("closed", "loading failed")
-        self.transfer.close()
-        self.pool.release()
-        if self._kept is None:
             self.store.release()
 
     def detach(self) -> None:

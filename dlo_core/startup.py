@@ -528,8 +528,9 @@ class _Made:
         """Give everything back."""
         self.close_maker()
         if self.engine is not None:
+            # It has the store, and knows whether anything still reads it.
             self.engine.discard()
-        if self.store is not None and self.kept is None:
+        elif self.store is not None and self.kept is None:
             self.store.release()
         if self.segment is not None:
             self.segment.release()
