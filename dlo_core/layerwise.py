@@ -360,7 +360,7 @@ class LayerwiseOffload:
 
         Raises:
             UseError: Nothing is enabled, a block computes now, or a rank has not the device memory;
-                then nothing was loaded on any.
+                then nothing of that model was loaded on any.
             AgreementError: The ranks did not call it alike.
             FillError: A load could not be queued; the offload is closed.
         """
@@ -577,7 +577,7 @@ class LayerwiseOffload:
         ``offload_resident_layers()``, which moves weights.
 
         Args:
-            call: The model, or a function that runs it once.
+            call: The model; or, where no other is enabled, a function that runs it once.
             args: Arguments of ``call``.
             kwargs: The same by name.
 
@@ -587,12 +587,18 @@ class LayerwiseOffload:
         Raises:
             ConfigError: It cannot be captured: the device has no graphs, the number of blocks is
                 no multiple of that of the slots, blocks are gathered, or the host reads them for
-                each copy.
+                each copy. Or several models are enabled and ``call`` is none of them.
             UseError: Nothing is enabled; or ``call`` does not run the model once, skips blocks, or
                 makes the host wait.
         """
+        engine = self._running()
         model = next((mine for mine in self._models if mine is call), None)
-        engine, number = self._running(), self._number_of(model)
+        if model is None and len(self._models) > 1:
+            raise ConfigError(
+                "several models are enabled: say which one is captured by giving capture() the "
+                "model itself, and not a function that runs it"
+            )
+        number = self._number_of(model)
         return capture_pass(
             engine, self._backend, engine.streamers[number], call, args=args, kwargs=kwargs
         )
