@@ -17,11 +17,11 @@ from dlo_core.attributes import find_attributes
 from dlo_core.binding import BlockBinding
 from dlo_core.coder import codec_of
 from dlo_core.errors import AgreementError, UseError
+from dlo_core.footprint import decoded_nbytes, plan_ring, resident_numbers
 from dlo_core.hooks import Hooks
 from dlo_core.layout import BlockLayout
 from dlo_core.loader import count_shard_nbytes, load_blocks, load_packed, load_shards
 from dlo_core.packed_store import PackedStore
-from dlo_core.plan import decoded_nbytes, plan_ring, resident_numbers
 from dlo_core.progress import LoadProgress, reporting
 from dlo_core.readback import ReadBack
 from dlo_core.refresh import new_tensors, spec_of

@@ -17,10 +17,11 @@ from dlo_core.capture import capture_pass
 from dlo_core.errors import ConfigError, DloError, DloWarning, RestoreError, UseError
 from dlo_core.refit import Refit, load_state
 from dlo_core.registry import resolve
+from dlo_core.request import Request
 from dlo_core.save import save_state
 from dlo_core.shard_group import ShardGroup
 from dlo_core.stage_scope import drop_residents, load_residents
-from dlo_core.startup import Request, Startup
+from dlo_core.startup import Startup
 from dlo_core.tiers import check_tier
 from dlo_core.together import begin_together, do_together
 from dlo_core.trace import collect_stats
@@ -36,13 +37,10 @@ if TYPE_CHECKING:
     from dlo_core.capture import CapturedPass
     from dlo_core.config import OffloadConfig
     from dlo_core.engine import Engine
+    from dlo_core.footprint import Footprint
     from dlo_core.interface import Backend
-    from dlo_core.plan import Footprint
     from dlo_core.refit import NamedTensors
-    from dlo_core.salvage import Salvage
-    from dlo_core.shard_group import Group
-    from dlo_core.slicing import TpPlan
-    from dlo_core.startup import (
+    from dlo_core.request import (
         Blocks,
         Checkpoints,
         KeyMaps,
@@ -50,6 +48,9 @@ if TYPE_CHECKING:
         Progress,
         TransformsEach,
     )
+    from dlo_core.salvage import Salvage
+    from dlo_core.shard_group import Group
+    from dlo_core.slicing import TpPlan
     from dlo_core.state import ModelState
     from dlo_core.stats import Stats
     from dlo_core.topology import Topology

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from dlo_core.bench.job import BenchJob
     from dlo_core.bench.launch import Member
-    from dlo_core.plan import Footprint
+    from dlo_core.footprint import Footprint
 
 __all__ = ["Run", "StreamedRank", "measure_resident", "measure_streamed"]
 
