@@ -29,10 +29,10 @@ from dlo_core.errors import (
     RestoreError,
     UseError,
 )
+from dlo_core.footprint import Footprint
 from dlo_core.interface import Backend, Capabilities
 from dlo_core.key_map import AddPrefix, Fuse, Ignore, Split, StripPrefix
 from dlo_core.layerwise import LayerwiseOffload
-from dlo_core.plan import Footprint
 from dlo_core.progress import LoadProgress
 from dlo_core.registry import hookimpl
 from dlo_core.stats import BlockState, BlockStats, Stats

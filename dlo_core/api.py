@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dlo_core.interface import Backend
-    from dlo_core.shard_group import Group
-    from dlo_core.slicing import TpPlan
-    from dlo_core.startup import (
+    from dlo_core.request import (
         Blocks,
         Checkpoints,
         KeyMaps,
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
         Progress,
         TransformsEach,
     )
+    from dlo_core.shard_group import Group
+    from dlo_core.slicing import TpPlan
     from dlo_core.topology import Topology
 
 __all__ = ["offload", "offloaded"]

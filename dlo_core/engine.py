@@ -17,11 +17,11 @@ from dlo_core.attributes import find_attributes
 from dlo_core.binding import BlockBinding
 from dlo_core.coder import codec_of
 from dlo_core.errors import AgreementError, UseError
+from dlo_core.footprint import decoded_nbytes, plan_ring, resident_numbers
 from dlo_core.hooks import Hooks
 from dlo_core.layout import BlockLayout
 from dlo_core.loader import count_shard_nbytes, load_blocks, load_packed, load_shards
 from dlo_core.packed_store import PackedStore
-from dlo_core.plan import decoded_nbytes, plan_ring, resident_numbers
 from dlo_core.progress import LoadProgress, reporting
 from dlo_core.readback import ReadBack
 from dlo_core.refresh import new_tensors, spec_of
@@ -574,6 +574,19 @@ class Engine:
         for plan in self.plans:
             if plan.checkpoint is not None:
                 plan.checkpoint.close()
+        self._let_go(keep_store=keep_store, stuck=stuck)
+        self.blocks = []
+
+    def discard(self) -> None:
+        """Let everything go before ``commit``; the models were not touched."""
+        for streamer in self.streamers:
+            streamer.close("loading failed")
+        if self.watch is not None:
+            self.watch.close("closed", "loading failed")
+        self._let_go(keep_store=self._kept is not None, stuck=self.collective.stuck())
+
+    def _let_go(self, *, keep_store: bool, stuck: bool) -> None:
+        """Let collective, streams and memory go; where a gather is stuck, wait for nothing."""
         # The collective first: gathers that wait for a peer are given up, so nobody waits for it.
         self.collective.close()
         if stuck:
@@ -588,18 +601,6 @@ class Engine:
             self.transfer.close()
         self.pool.release()
         if not keep_store and not stuck:
-            self.store.release()
-        self.blocks = []
-
-    def discard(self) -> None:
-        """Let everything go before ``commit``; the models were not touched."""
-        for streamer in self.streamers:
-            streamer.close("loading failed")
-        if self.watch is not None:
-            self.watch.close("closed", "loading failed")
-        self.transfer.close()
-        self.pool.release()
-        if self._kept is None:
             self.store.release()
 
     def detach(self) -> None:

@@ -17,10 +17,11 @@ from dlo_core.capture import capture_pass
 from dlo_core.errors import ConfigError, DloError, DloWarning, RestoreError, UseError
 from dlo_core.refit import Refit, load_state
 from dlo_core.registry import resolve
+from dlo_core.request import Request
 from dlo_core.save import save_state
 from dlo_core.shard_group import ShardGroup
 from dlo_core.stage_scope import drop_residents, load_residents
-from dlo_core.startup import Request, Startup
+from dlo_core.startup import Startup
 from dlo_core.tiers import check_tier
 from dlo_core.together import begin_together, do_together
 from dlo_core.trace import collect_stats
@@ -36,13 +37,10 @@ if TYPE_CHECKING:
     from dlo_core.capture import CapturedPass
     from dlo_core.config import OffloadConfig
     from dlo_core.engine import Engine
+    from dlo_core.footprint import Footprint
     from dlo_core.interface import Backend
-    from dlo_core.plan import Footprint
     from dlo_core.refit import NamedTensors
-    from dlo_core.salvage import Salvage
-    from dlo_core.shard_group import Group
-    from dlo_core.slicing import TpPlan
-    from dlo_core.startup import (
+    from dlo_core.request import (
         Blocks,
         Checkpoints,
         KeyMaps,
@@ -50,6 +48,9 @@ if TYPE_CHECKING:
         Progress,
         TransformsEach,
     )
+    from dlo_core.salvage import Salvage
+    from dlo_core.shard_group import Group
+    from dlo_core.slicing import TpPlan
     from dlo_core.state import ModelState
     from dlo_core.stats import Stats
     from dlo_core.topology import Topology
@@ -360,7 +361,7 @@ class LayerwiseOffload:
 
         Raises:
             UseError: Nothing is enabled, a block computes now, or a rank has not the device memory;
-                then nothing was loaded on any.
+                then nothing of that model was loaded on any.
             AgreementError: The ranks did not call it alike.
             FillError: A load could not be queued; the offload is closed.
         """
@@ -577,7 +578,7 @@ class LayerwiseOffload:
         ``offload_resident_layers()``, which moves weights.
 
         Args:
-            call: The model, or a function that runs it once.
+            call: The model; or, where no other is enabled, a function that runs it once.
             args: Arguments of ``call``.
             kwargs: The same by name.
 
@@ -587,12 +588,18 @@ class LayerwiseOffload:
         Raises:
             ConfigError: It cannot be captured: the device has no graphs, the number of blocks is
                 no multiple of that of the slots, blocks are gathered, or the host reads them for
-                each copy.
+                each copy. Or several models are enabled and ``call`` is none of them.
             UseError: Nothing is enabled; or ``call`` does not run the model once, skips blocks, or
                 makes the host wait.
         """
+        engine = self._running()
         model = next((mine for mine in self._models if mine is call), None)
-        engine, number = self._running(), self._number_of(model)
+        if model is None and len(self._models) > 1:
+            raise ConfigError(
+                "several models are enabled: say which one is captured by giving capture() the "
+                "model itself, and not a function that runs it"
+            )
+        number = self._number_of(model)
         return capture_pass(
             engine, self._backend, engine.streamers[number], call, args=args, kwargs=kwargs
         )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from dlo_core.attributes import find_attributes
@@ -21,8 +19,7 @@ from dlo_core.layout import BlockLayout, TensorSpec
 from dlo_core.packed_cut import PackedCut
 from dlo_core.packed_format import CHUNK_NBYTES
 from dlo_core.post_load import Made, PostLoad, make_values, meta_attributes
-from dlo_core.residency import Budget, Ring, choose_residents, ring_of
-from dlo_core.shard import ShardPlan, trailers_nbytes
+from dlo_core.shard import ShardPlan
 from dlo_core.source import (
     ConvertedTensor,
     ModuleTensor,
@@ -33,6 +30,7 @@ from dlo_core.source import (
 )
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable, Sequence
 
     from dlo_core.config import OffloadConfig
@@ -41,25 +39,7 @@ if TYPE_CHECKING:
     from dlo_core.slicing import Slicing
     from dlo_core.transforms import Transforms
 
-__all__ = [
-    "Footprint",
-    "Loading",
-    "ModelPlan",
-    "decoded_nbytes",
-    "files_of",
-    "own_values",
-    "plan_model",
-    "plan_residents",
-    "plan_ring",
-    "predict",
-    "resident_numbers",
-    "sample_stored",
-    "sample_values",
-]
-
-
-_SAMPLE = 1024
-_SAMPLED_BLOCKS = 16
+__all__ = ["Loading", "ModelPlan", "plan_model"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,46 +85,6 @@ class ModelPlan:
         recipes = {name: source.canonical() for name, source in self.sources.items()}
         digest.update(json.dumps(recipes, separators=(",", ":"), sort_keys=True).encode())
         return digest.digest()
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """The bytes that an offload takes, predicted from layouts alone.
-
-    Attributes:
-        slots_nbytes: All slots.
-        stages_nbytes: All stages.
-        remainder_nbytes: What stays on the device.
-        trailers_nbytes: What every shard's trailer must be, in gather mode.
-        host_nbytes: Host memory for this rank's shards; memory that ranks share counts in whole,
-            the checkpoint's own pages do not.
-        blocks_nbytes: All blocks whole, as they would lie on the device.
-        pinned_nbytes: Of ``host_nbytes``, what is to be page-locked.
-        shared_nbytes: Of ``host_nbytes``, what the node's ranks have in common.
-        pageable_nbytes: Of ``host_nbytes``, what is neither.
-        staging_nbytes: Of ``host_nbytes``, buffers through which the mapped tier goes.
-        residents_nbytes: Blocks that stay on the device; while they are there.
-        decoded_nbytes: Where blocks that travel packed compute, or may come to.
-    """
-
-    slots_nbytes: int
-    stages_nbytes: int
-    remainder_nbytes: int
-    trailers_nbytes: int
-    host_nbytes: int
-    blocks_nbytes: int
-    pinned_nbytes: int = 0
-    shared_nbytes: int = 0
-    pageable_nbytes: int = 0
-    staging_nbytes: int = 0
-    residents_nbytes: int = 0
-    decoded_nbytes: int = 0
-
-    @property
-    def device_nbytes(self) -> int:
-        """All bytes on the device."""
-        ring = self.slots_nbytes + self.stages_nbytes + self.decoded_nbytes
-        return ring + self.residents_nbytes + self.remainder_nbytes + self.trailers_nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -338,160 +278,3 @@ def _spec(item: Owned, sources: dict[str, Source]) -> TensorSpec:
     return TensorSpec(
         item.name, sources[item.name].dtype, tuple(tensor.shape), tuple(tensor.stride())
     )
-
-
-def sample_values(plan: ModelPlan) -> bytes:
-    """Return a sha256 over the first, middle and last bytes of every streamed tensor of the module.
-
-    In gather mode each rank gives a part of every block; ranks whose values differ, after a random
-    start without a seed for example, would compute with a mixture.
-    """
-    digest = hashlib.sha256()
-    for layout in plan.layouts:
-        for spec in layout.tensors:
-            whole = spec.nbytes
-            for start in sorted({0, max(0, whole // 2 - _SAMPLE), max(0, whole - _SAMPLE)}):
-                part = torch.empty(min(_SAMPLE, whole - start), dtype=torch.uint8, device="cpu")
-                plan.sources[spec.name].read(spec, start, start + part.numel(), part)
-                digest.update(part.numpy().tobytes())
-    return digest.digest()
-
-
-def files_of(plan: ModelPlan) -> str:
-    """Return what is equal on this node for the same files of a checkpoint, unchanged.
-
-    Nothing is read. Two files with the same content differ.
-    """
-    told = []
-    assert plan.checkpoint is not None
-    for path in sorted({tensor.path for tensor in plan.checkpoint.tensors.values()}):
-        status = os.stat(path)
-        told.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
-    return hashlib.sha256(repr(told).encode()).hexdigest()
-
-
-def sample_stored(plan: ModelPlan) -> bytes:
-    """Return a sha256 over a few bytes of a few blocks of the checkpoint.
-
-    As ``sample_values``, for ranks that read different files; but reads are slow in some places, so
-    it is one from each of at most 16 blocks.
-    """
-    digest = hashlib.sha256()
-    step = -(-len(plan.layouts) // _SAMPLED_BLOCKS)
-    for layout in plan.layouts[::step]:
-        spec = max(layout.tensors, key=lambda spec: spec.nbytes)
-        start = max(0, spec.nbytes // 2 - _SAMPLE)
-        part = torch.empty(min(_SAMPLE, spec.nbytes - start), dtype=torch.uint8, device="cpu")
-        plan.sources[spec.name].read(spec, start, start + part.numel(), part)
-        digest.update(part.numpy().tobytes())
-    return digest.digest()
-
-
-def own_values(plan: ModelPlan) -> dict[str, str]:
-    """Return digests of the streamed tensors that each rank made itself, by name.
-
-    That is what ``post_load=`` made and what a checkpoint lacks: each rank gives a part of it.
-    """
-    made = {id(tensor) for tensor in plan.made.values.values()}
-    digests: dict[str, str] = {}
-    for layout in plan.layouts:
-        for spec in layout.tensors:
-            source = plan.sources[spec.name]
-            if not isinstance(source, ModuleTensor) or source.tensor.is_meta:
-                continue
-            if plan.checkpoint is None and id(source.tensor) not in made:
-                continue
-            run = torch.empty(spec.nbytes, dtype=torch.uint8, device="cpu")
-            source.read(spec, 0, spec.nbytes, run)
-            array: Any = run.numpy()
-            digests[spec.name] = hashlib.sha256(memoryview(array)).hexdigest()[:24]
-    return digests
-
-
-def plan_residents(plans: Sequence[ModelPlan], config: OffloadConfig) -> tuple[frozenset[int], ...]:
-    """Return the numbers of the blocks that stay, of each model.
-
-    Raises:
-        ConfigError: There are not so many, or the budget is too small.
-    """
-    fixed_nbytes = _remainder_nbytes(plans) + _trailers_nbytes(plans) + _most_decoded(plans, config)
-    return choose_residents(
-        [plan.shards for plan in plans],
-        config.resident_layers,
-        placement=config.resident_placement,
-        depth=config.depth,
-        stages=_num_stages(plans, config),
-        budget=Budget(config.device_budget_bytes, fixed_nbytes),
-    )
-
-
-def resident_numbers(
-    plans: Sequence[ModelPlan], residents: Sequence[frozenset[int]]
-) -> tuple[int, ...]:
-    """Return the numbers of the blocks that stay, counted over all models."""
-    found: list[int] = []
-    first = 0
-    for plan, stay in zip(plans, residents, strict=True):
-        found += [first + number for number in sorted(stay)]
-        first += len(plan.layouts)
-    return tuple(found)
-
-
-def plan_ring(
-    plans: Sequence[ModelPlan], config: OffloadConfig, residents: Sequence[frozenset[int]]
-) -> Ring:
-    """Return the slots and stages for the blocks that do not stay."""
-    cuts = [plan.shards for plan in plans]
-    return ring_of(cuts, residents, depth=config.depth, stages=_num_stages(plans, config))
-
-
-def predict(
-    plans: Sequence[ModelPlan], config: OffloadConfig, residents: Sequence[frozenset[int]]
-) -> Footprint:
-    """Return the bytes that an offload of ``plans`` takes.
-
-    Args:
-        plans: The models.
-        config: The settings.
-        residents: Of each model, the numbers of the blocks that stay.
-    """
-    ring = plan_ring(plans, config, residents)
-    return Footprint(
-        slots_nbytes=ring.num_slots * ring.slot_nbytes,
-        stages_nbytes=ring.num_stages * ring.stage_nbytes,
-        remainder_nbytes=_remainder_nbytes(plans),
-        trailers_nbytes=_trailers_nbytes(plans),
-        host_nbytes=sum(shard.nbytes for plan in plans for shard in plan.shards),
-        blocks_nbytes=sum(layout.nbytes for plan in plans for layout in plan.layouts),
-        residents_nbytes=sum(
-            plan.shards[number].padded_nbytes
-            for plan, stay in zip(plans, residents, strict=True)
-            for number in stay
-        ),
-        decoded_nbytes=_most_decoded(plans, config),
-    )
-
-
-def decoded_nbytes(plans: Sequence[ModelPlan]) -> int:
-    """Return the bytes of the largest block decoded; 0 where blocks travel as they compute."""
-    return max(cut.decoded_nbytes for plan in plans for cut in plan.shards)
-
-
-def _most_decoded(plans: Sequence[ModelPlan], config: OffloadConfig) -> int:
-    """Return what ``decoded_nbytes`` is, or may become."""
-    if config.packed == "auto":
-        return max(layout.nbytes for plan in plans for layout in plan.layouts)
-    return decoded_nbytes(plans)
-
-
-def _num_stages(plans: Sequence[ModelPlan], config: OffloadConfig) -> int:
-    return config.stages if any(shard.size > 1 for plan in plans for shard in plan.shards) else 0
-
-
-def _remainder_nbytes(plans: Sequence[ModelPlan]) -> int:
-    return sum(plan.remainder.nbytes + plan.attribute_layout.nbytes for plan in plans)
-
-
-def _trailers_nbytes(plans: Sequence[ModelPlan]) -> int:
-    shards = [shard for plan in plans for shard in plan.shards]
-    return trailers_nbytes(len(shards), shards[0].size)

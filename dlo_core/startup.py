@@ -8,7 +8,7 @@ import os
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -20,6 +20,7 @@ from dlo_core.collective import LoneCollective
 from dlo_core.compatibility import check_parallel
 from dlo_core.engine import Engine
 from dlo_core.errors import ConfigError, DloWarning
+from dlo_core.footprint import Footprint, plan_residents, predict, resident_numbers
 from dlo_core.gathering import check_means, check_one_node, make_collective
 from dlo_core.hooks import offload_of
 from dlo_core.ledger import Allotment, Wish, settle
@@ -27,94 +28,29 @@ from dlo_core.loader import measure_packed
 from dlo_core.machine import Machine
 from dlo_core.packed_choice import PackedChoice
 from dlo_core.packed_cut import PackedCut
-from dlo_core.plan import (
-    Footprint,
-    Loading,
-    ModelPlan,
-    files_of,
-    own_values,
-    plan_model,
-    plan_residents,
-    predict,
-    resident_numbers,
-    sample_stored,
-    sample_values,
-)
+from dlo_core.plan import ModelPlan, plan_model
+from dlo_core.samples import files_of, own_values, sample_stored, sample_values
 from dlo_core.segment import Segment, SegmentMaker, receive
 from dlo_core.tiers import make_store, make_wish
 from dlo_core.together import do_together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Sequence
 
     from dlo_core.agreement import Agreement
     from dlo_core.config import OffloadConfig
     from dlo_core.host import HostStore
     from dlo_core.interface import Backend, Collective
-    from dlo_core.key_map import KeyMap
-    from dlo_core.post_load import PostLoad
-    from dlo_core.progress import LoadProgress
+    from dlo_core.request import Progress, Request
     from dlo_core.salvage import Salvage
-    from dlo_core.slicing import TpPlan
-    from dlo_core.transforms import Transforms
 
-    Path = str | os.PathLike[str]
-    Checkpoints = Path | Sequence[Path | None] | None
-    Blocks = Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]] | None
-    Progress = bool | Callable[[LoadProgress], None]
-    KeyMaps = KeyMap | Sequence[KeyMap]
-    TransformsEach = Transforms | Sequence[Transforms]
-    PostLoads = PostLoad | Sequence[PostLoad]
-
-__all__ = ["Request", "Startup"]
+__all__ = ["Startup"]
 
 _logger = logging.getLogger("dlo")
 
 # Settings in which ranks may differ: the bytes that are gathered are the same.
 _OWN_SETTINGS = ("host", "pin_budget_bytes", "load_threads", "direct_io")
 _FILES = "files of model {}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """What ``enable`` was asked for.
-
-    Attributes:
-        models: As in ``enable``.
-        checkpoint: As in ``enable``.
-        blocks: As in ``enable``.
-        progress: As in ``enable``.
-        tp_plan: As in ``enable``.
-        tp: Rank in the tensor-parallel group, and its size.
-        salvage: Shards of an earlier offload, to be used where they fit.
-    """
-
-    models: tuple[nn.Module, ...]
-    checkpoint: Checkpoints
-    blocks: Blocks
-    progress: Progress
-    key_map: KeyMaps = None
-    transforms: TransformsEach = None
-    post_load: PostLoads = None
-    tp_plan: TpPlan | None = None
-    tp: tuple[int, int] = (0, 1)
-    salvage: Salvage | None = None
-
-    def loadings(self) -> list[Loading]:
-        """Return where each model's values come from.
-
-        Raises:
-            ConfigError: There is not one of everything for each model.
-        """
-        count = len(self.models)
-        rows = zip(
-            _one_each(self.checkpoint, count),
-            _one_of("key_map", self.key_map, count),
-            _one_of("transforms", self.transforms, count),
-            _one_of("post_load", self.post_load, count),
-            strict=True,
-        )
-        return [Loading(*row, kept=self.salvage is not None) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,8 +464,9 @@ class _Made:
         """Give everything back."""
         self.close_maker()
         if self.engine is not None:
+            # It has the store, and knows whether anything still reads it.
             self.engine.discard()
-        if self.store is not None and self.kept is None:
+        elif self.store is not None and self.kept is None:
             self.store.release()
         if self.segment is not None:
             self.segment.release()
@@ -643,38 +580,3 @@ def _check_disjoint(models: Sequence[nn.Module]) -> None:
                     f"{name!r} of model {number} is also {other!r} of another model; models that "
                     "share tensors cannot be offloaded together: offload one, or untie them"
                 )
-
-
-def _one_each(checkpoint: Checkpoints, count: int) -> list[Path | None]:
-    if checkpoint is None:
-        return [None] * count
-    if isinstance(checkpoint, str | os.PathLike):
-        if count > 1:
-            raise ConfigError(
-                f"{count} models need a sequence of {count} checkpoints; got one path "
-                f"{str(checkpoint)!r}"
-            )
-        return [checkpoint]
-    given = checkpoint if isinstance(checkpoint, list | tuple) else [checkpoint]
-    paths: list[Path | None] = []
-    for path in given:
-        if path is not None and not isinstance(path, str | os.PathLike):
-            raise ConfigError(
-                f"checkpoint= must be a path, or a sequence with one a model; got {checkpoint!r}"
-            )
-        paths.append(path)
-    if len(paths) != count:
-        raise ConfigError(f"{count} models need {count} checkpoints; got {len(paths)}")
-    return paths
-
-
-def _one_of(what: str, given: Any, count: int) -> list[Any]:
-    """Return one a model; for one model it is what was given."""
-    if given is None or count == 1:
-        return [given] * count
-    if not isinstance(given, list | tuple) or len(given) != count:
-        raise ConfigError(
-            f"{count} models need a sequence of {count} for {what}=, None where a model has none; "
-            f"got {given!r}"
-        )
-    return list(given)

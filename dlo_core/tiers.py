@@ -16,7 +16,7 @@ from dlo_core.mapped import PagesStore, StagedStore, why_not_mapped
 from dlo_core.packed_cut import PackedCut
 from dlo_core.packed_store import PackedStore
 from dlo_core.pages import PageableAllocator
-from dlo_core.plan import files_of, own_values, sample_values
+from dlo_core.samples import files_of, own_values, sample_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -165,10 +165,11 @@ def _state(engine: Engine, number: int) -> BlockState:
 
 
 def _elapsed(start: Event, end: Event) -> float | None:
-    """Return the milliseconds between two events, or None when they are not both there yet."""
-    if not (start.query() and end.query()):
-        return None
+    """Return the milliseconds between two events, or None when they are not both there yet.
+
+    Nor where their stream failed: the statistics of an offload that failed can be read.
+    """
     try:
-        return start.elapsed_time(end)
+        return start.elapsed_time(end) if start.query() and end.query() else None
     except (ValueError, RuntimeError):
         return None

@@ -36,6 +36,7 @@ and what computes can differ.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -474,8 +475,10 @@ class LocalTransfer(Transfer):
     def close(self) -> None:
         """Wait for copies under way, which wait for nobody else, and forget what travels."""
         self._feed.close()
-        if self._blocks and self._pool.failure is None:
-            for stream in (*self._streams(), *self._graph_streams):
+        streams = (*self._streams(), *self._graph_streams) if self._blocks else ()
+        for stream in streams:
+            # One that failed raises, and has nothing under way; the others may have.
+            with nullcontext() if self._pool.failure is None else suppress(Exception):
                 stream.synchronize()
         super().close()
 

@@ -133,17 +133,22 @@ def test_of_several_ranks_the_slowest_counts_and_each_copies_its_part() -> None:
     assert row.simulated_ms == pytest.approx(3.0)
 
 
-def test_blocks_that_stay_are_neither_copied_nor_simulated_as_copied() -> None:
-    """As many as were set, or as the copied bytes tell."""
-    alone = made_run(3.0, block_ms=(0.5,) * 6)
-    for wanted in (2, "auto"):
-        # The settings are those of a version that can do it.
-        job = BenchJob(SHAPE, tokens=(4,))
-        job.settings["resident_layers"] = wanted
-        streamed = dataclasses.replace(made_streamed(made_run(4.5)), copied_nbytes=4_000_000)
-        (row,) = BenchReport(job, [(alone,)], [streamed]).rows
-        assert row.copy_ms == 4.0
-        assert row.simulated_ms == pytest.approx(4.0, rel=0.01)
+@pytest.mark.parametrize(("ratio", "copy_ms"), [(None, 4.0), (0.5, 2.0)])
+def test_blocks_that_stay_are_neither_copied_nor_simulated_as_copied(
+    ratio: float | None, copy_ms: float
+) -> None:
+    """Whether the others travel packed or not."""
+    alone = made_run(0.6, block_ms=(0.1,) * 6)
+    job = BenchJob(SHAPE, tokens=(4,))
+    streamed = dataclasses.replace(
+        made_streamed(made_run(4.5)),
+        copied_nbytes=int(copy_ms * 1e6),
+        num_residents=2,
+        packed_ratio=ratio,
+    )
+    (row,) = BenchReport(job, [(alone,)], [streamed]).rows
+    assert row.copy_ms == copy_ms
+    assert row.simulated_ms == pytest.approx(copy_ms, rel=0.01)
 
 
 @pytest.mark.parametrize("wrong", [("b", "b", "b"), ("a", "a", "b")])
@@ -278,6 +283,7 @@ def test_bench_knows_the_blocks_that_stay(stay: list[str], count: int) -> None:
     found = json.loads(done.stdout)
     (rank,) = found["ranks"]
     block = sum(rank["blocks_nbytes"]) / 4
+    assert rank["num_residents"] == count
     assert rank["residents_nbytes"] == pytest.approx(count * block, rel=0.1)
     assert rank["copied_nbytes"] == pytest.approx((4 - count) * block, rel=0.1)
     assert found["bit_identical"] is True

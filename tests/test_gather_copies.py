@@ -17,6 +17,7 @@ from dlo_core import gathering, startup
 from dlo_core.agreement import GroupAgreement
 from dlo_core.cpu import CpuBackend, GlooCollective
 from dlo_core.engine import _KEPT
+from dlo_core.host import PrivateStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -217,6 +218,31 @@ def test_a_stuck_gather_keeps_its_memory_and_nothing_waits(
     for closed, text, count in run_ranks(work, 2):
         assert (closed, count) == (1, 2)
         assert "end this process" in text
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_start_that_fails_gives_memory_back_behind_the_gathers_or_not_at_all(
+    is_stuck: bool,
+) -> None:
+    def work(rank: int) -> list[str]:
+        model, backend = make_toy(3), Backend("settle" if rank == 1 else "")
+        backend.is_stuck = is_stuck
+        before, release = snapshot(model), PrivateStore.release
+
+        def noted(self: PrivateStore) -> None:
+            backend.say("give back")
+            release(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PrivateStore, "release", noted)
+            with pytest.raises((dlo.DloError, RuntimeError), match="no window"):
+                offload(model, backend)
+        assert_restored(model, before)
+        assert len(_KEPT) == is_stuck
+        _KEPT.clear()
+        return backend.said[backend.said.index("settle") + 1 :]
+
+    assert run_ranks(work, 2) == [["close"] if is_stuck else ["close", "give back"]] * 2
 
 
 # --- NCCL, without a device -----------------------------------------------------------------------

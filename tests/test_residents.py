@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ from toys import (
 import dlo_core as dlo
 from dlo_core import engine as engine_module
 from dlo_core.cpu import CpuBackend
+from dlo_core.cpu_stream import CpuStream
+from dlo_core.host import PrivateStore
 from dlo_core.planner import simulate
 from dlo_core.residency import resident_positions
 from dlo_core.stats import BlockState
@@ -518,6 +521,44 @@ def test_a_load_that_fails_at_the_start_leaves_every_model_as_it_was(
         return True
 
     assert all(everywhere(job, size))
+
+
+def test_a_load_that_fails_gives_host_memory_back_behind_copies_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A page must not be unlocked, nor its memory go, while a device reads it."""
+    said: list[str] = []
+    goes_on = threading.Event()
+    copy, synchronize, load = CpuBackend.copy, CpuStream.synchronize, Transfer.load
+    release = PrivateStore.release
+
+    def slow_copy(self: CpuBackend, dst: torch.Tensor, src: torch.Tensor) -> None:
+        copy(self, dst, src)
+        stream = self.current_stream()
+        if isinstance(stream, CpuStream):
+            stream.run(lambda: said.append("copied") if goes_on.wait(20) else None)
+
+    def waited_for(self: CpuStream) -> None:
+        goes_on.set()
+        synchronize(self)
+
+    def load_one(self: Transfer, slot: Any, block: int) -> None:
+        if block != 1:
+            raise ArithmeticError("the second load fails")
+        load(self, slot, block)
+
+    def noted(self: PrivateStore) -> None:
+        said.append("given back")
+        release(self)
+
+    monkeypatch.setattr(CpuBackend, "copy", slow_copy)
+    monkeypatch.setattr(CpuStream, "synchronize", waited_for)
+    monkeypatch.setattr(Transfer, "load", load_one)
+    monkeypatch.setattr(PrivateStore, "release", noted)
+    with pytest.raises(dlo.FillError, match="the second load fails"):
+        start(make_toy(N), resident_layers=2)
+    goes_on.set()
+    assert said == ["copied", "given back"]
 
 
 def test_neither_call_is_for_the_middle_of_a_pass() -> None:

@@ -16,6 +16,7 @@ from toys import Block, Toy, WideBlock, inputs, make_toy
 import dlo_core as dlo
 from dlo_core import trace
 from dlo_core.cpu import CpuBackend
+from dlo_core.cpu_stream import CpuEvent
 from dlo_core.stats import BlockState
 
 if TYPE_CHECKING:
@@ -214,6 +215,25 @@ def test_statistics_of_what_is_not_enabled_are_refused() -> None:
     offloaded.shutdown()
     with pytest.raises(dlo.UseError, match="shut down"):
         offloaded.stats()
+
+
+def test_a_device_that_failed_leaves_the_counters_readable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever asks such a device anything gets its error again."""
+
+    def fail(event: CpuEvent) -> bool:
+        raise RuntimeError("the device failed")
+
+    model = make_toy(3)
+    offloaded = start(model)
+    run(model, ())
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuEvent, "query", fail)
+        stats = offloaded.stats()
+        assert trace.spans(offloaded) == ()
+    assert (stats.passes, stats.exposed_ms, stats.transfer_ms) == (1, 0.0, 0.0)
+    offloaded.shutdown()
 
 
 # --- times ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from dlo_core.bench.job import BenchJob
     from dlo_core.bench.launch import Member
-    from dlo_core.plan import Footprint
+    from dlo_core.footprint import Footprint
 
 __all__ = ["Run", "StreamedRank", "measure_resident", "measure_streamed"]
 
@@ -78,6 +78,7 @@ class StreamedRank:
         host_blocks: Whether a wait blocks the host on this backend.
         ring_nbytes: Of ``device_nbytes``, slots and stages.
         residents_nbytes: Of ``device_nbytes``, blocks that stay.
+        num_residents: How many of them there are.
         packed_ratio: Bytes of the blocks as they travel to those that they compute from; None where
             they are not packed.
         decode_ms: Milliseconds that decoding takes in a pass.
@@ -95,6 +96,7 @@ class StreamedRank:
     host_blocks: bool
     ring_nbytes: int = 0
     residents_nbytes: int = 0
+    num_residents: int = 0
     packed_ratio: float | None = None
     decode_ms: float = 0.0
 
@@ -151,6 +153,7 @@ def measure_streamed(member: Member, job: BenchJob) -> StreamedRank:
         host_blocks=backend.capabilities.host_blocks,
         ring_nbytes=_ring_nbytes(offloaded.footprint),
         residents_nbytes=stats.resident_bytes,
+        num_residents=sum(block.resident for block in stats.blocks),
         packed_ratio=stats.packed_ratio,
         decode_ms=stats.decode_ms,
     )

@@ -124,20 +124,11 @@ class BenchReport:
             rank.gather_gb_s,
             depth=settings.get("depth", 2),
             stages=settings.get("stages", 2),
-            residents=self._num_residents(rank),
+            residents=rank.num_residents,
             placement=settings.get("resident_placement", "spread"),
             size=len(self.streamed) if rank.gather_gb_s is not None else 1,
             host_blocks=rank.host_blocks,
         )
-
-    def _num_residents(self, rank: StreamedRank) -> int:
-        """Return how many blocks stay on the device: as set, or as the copied bytes tell."""
-        wanted = self.job.settings.get("resident_layers", 0)
-        if isinstance(wanted, int):
-            return wanted
-        size = len(self.streamed) if rank.gather_gb_s is not None else 1
-        stay = sum(rank.blocks_nbytes) - rank.copied_nbytes * size
-        return max(round(stay * len(rank.blocks_nbytes) / sum(rank.blocks_nbytes)), 0)
 
     def lines(self) -> tuple[str, ...]:
         """Return what holds for all rows, in words."""
