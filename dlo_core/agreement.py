@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dlo_core import errors
 from dlo_core.board import Board
 from dlo_core.collective import abandon, release_group
-from dlo_core.errors import AgreementError, ConfigError, DloError, FillError
+from dlo_core.errors import AgreementError, ConfigError, DloError, FillError, text_of
 from dlo_core.rendezvous import MissingRanks, default_store, meet, new_group_of
 from dlo_core.store_line import StoreLine, StoreSilent
 
@@ -56,12 +56,7 @@ class Problem:
     def of(cls, error: BaseException) -> Problem:
         """Return what is to be told of ``error``."""
         names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == _ERRORS]
-        try:
-            text = str(error)
-        # A vote must not fail for what somebody's error says of itself.
-        except Exception as problem:
-            text = f"(no text: {type(problem).__name__})"
-        return cls(names[0] if names else "", f"{type(error).__name__}: {text}")
+        return cls(names[0] if names else "", text_of(error))
 
     def error(self, before: str) -> DloError:
         """Return an error of the same kind, where there is one, with ``before`` and the text."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from dlo_core.board import Position
 from dlo_core.diagnosis import Diagnosis, Evidence, diagnose, late
-from dlo_core.errors import DloError
+from dlo_core.errors import DloError, text_of
 from dlo_core.process_state import state_of
 from dlo_core.transfer import reached
 
@@ -244,7 +244,8 @@ class Watch:
             self._pool.spoiled = True
         self._transfer.give_up()
         # A new one: what the host raises gets its frames, which streams must not keep alive.
-        self._collective.abort(RuntimeError(str(error)))
+        ours = isinstance(error, DloError)
+        self._collective.abort(RuntimeError(str(error) if ours else text_of(error)))
 
     # --- what it knows ----------------------------------------------------------------------------
 
@@ -258,10 +259,10 @@ class Watch:
         culprit = -1
         text = ""
         if failure is not None:
-            state = "failed"
-            ours = isinstance(failure, DloError)
-            plain = str(failure) if ours else f"{type(failure).__name__}: {failure}"
-            text = getattr(failure, "reason", "") or plain
+            state, text = "failed", text_of(failure)
+        # Only of dlo's own: another error's attributes may have the same names.
+        if isinstance(failure, DloError):
+            text = getattr(failure, "reason", "") or str(failure)
             culprit = getattr(failure, "culprit", next(iter(getattr(failure, "missing", ())), -1))
         return Position(state, passes, _made(self._streamers), block, fill, raised, text, culprit)
 

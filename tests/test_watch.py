@@ -150,6 +150,34 @@ def test_a_rank_that_shuts_down_is_named_before_the_deadline() -> None:
     assert took_s < 3.5
 
 
+class Odd(Exception):
+    """With attributes that have the names of ours, and no text."""
+
+    reason = OSError("not a text")
+    culprit = missing = "nobody"
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def test_a_failure_of_any_class_reaches_the_others() -> None:
+    def job(rank: int) -> str:
+        model = make_toy(N)
+        offloaded = offload(model, timeout_s=2.0)
+        model(inputs())
+        if rank == 0:
+            text = stay_until_failed(offloaded)
+        else:
+            assert offloaded.engine is not None
+            offloaded.engine.pool.fail(Odd())
+            text = ""
+        dist.barrier()
+        offloaded.shutdown()
+        return text
+
+    assert "failed: Odd: (no text: ValueError)" in run_ranks(job, 2)[0]
+
+
 def test_a_rank_that_is_idle_fails_too_and_its_next_call_says_so() -> None:
     """Nobody waits in dlo there: the watch marks it."""
 
