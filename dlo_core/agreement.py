@@ -154,7 +154,7 @@ class Agreement(ABC):
         """
 
     def board(self) -> Board | None:
-        """Return where the ranks write what they do; a new one on every call, all ranks alike.
+        """Return where the ranks write what they do; a new one after each exchange.
 
         None where nobody needs one.
         """
@@ -245,9 +245,8 @@ class GroupAgreement(Agreement):
         self.members = tuple(group)
         self.rank, self.size = self.members.index(dist.get_rank()), len(self.members)
         self._timeout_s = timeout_s
-        self._steps = itertools.count(1)
+        self._step = 0
         self._groups = itertools.count()
-        self._boards = itertools.count()
         self._line = StoreLine(default_store(), patience_s or timeout_s)
         self._group: ProcessGroup | None = None
         try:
@@ -340,7 +339,8 @@ class GroupAgreement(Agreement):
 
     def board(self) -> Board | None:
         """Return a board of these ranks in the store."""
-        return Board(self._line, f"{self._name}/{next(self._boards)}", self.rank, self.size)
+        # Not a count of boards: a rank may have made one where another failed before it could.
+        return Board(self._line, f"{self._name}/{self._step}", self.rank, self.size)
 
     def collect(
         self,
@@ -426,9 +426,9 @@ class GroupAgreement(Agreement):
 
     def _arrive(self) -> int:
         """Tell the others that this rank came to the next exchange."""
-        step = next(self._steps)
-        self.announce(_EXCHANGES, step)
-        return step
+        self._step += 1
+        self.announce(_EXCHANGES, self._step)
+        return self._step
 
     def _missing(self, step: int) -> list[int]:
         try:

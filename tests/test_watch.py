@@ -23,6 +23,7 @@ from dlo_core import store_line, watch
 from dlo_core.accelerator import DeviceSeal
 from dlo_core.board import Board, Position
 from dlo_core.cpu import CpuBackend, GlooCollective
+from dlo_core.engine import Engine
 from dlo_core.interface import Capabilities, Seal
 from dlo_core.rendezvous import meet
 from dlo_core.store_line import StoreGone, StoreLine, StoreSilent
@@ -176,6 +177,37 @@ def test_a_failure_of_any_class_reaches_the_others() -> None:
         return text
 
     assert "failed: Odd: (no text: ValueError)" in run_ranks(job, 2)[0]
+
+
+def test_ranks_hear_each_other_after_a_start_that_failed_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of them had made its board by then, and the other had not."""
+    prepare = Engine.prepare
+
+    def job(rank: int) -> str:
+        model = make_toy(N)
+        config = dlo.OffloadConfig(timeout_s=2.0)
+        offloaded = dlo.LayerwiseOffload(config, device=PoisonBackend(0), group=dist.group.WORLD)
+        if rank == 1:
+            monkeypatch.setattr(Engine, "prepare", partial(throw, OSError("once")))
+        with pytest.raises((OSError, dlo.AgreementError), match="once"):
+            offloaded.enable(model)
+        monkeypatch.setattr(Engine, "prepare", prepare)
+        offloaded.enable(model)
+        model(inputs())
+        if rank == 1:
+            assert offloaded.engine is not None
+            offloaded.engine.pool.fail(RuntimeError("out of order"))
+        text = stay_until_failed(offloaded)
+        dist.barrier()
+        return text
+
+    assert "rank 1 (global rank 1, process" in run_ranks(job, 2)[0]
+
+
+def throw(error: BaseException, *args: object) -> None:
+    raise error
 
 
 def test_a_rank_that_is_idle_fails_too_and_its_next_call_says_so() -> None:
