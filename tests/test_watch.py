@@ -337,7 +337,7 @@ def test_the_thread_ends_with_the_offload_and_keeps_no_model() -> None:
                 child = os.fork()
                 if child == 0:
                     watch._leave()
-                    store_line._stop_all()
+                    store_line._at_exit.stop()
                     os._exit(1 if offloaded.failed else 0)
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
                 model(inputs())
