@@ -522,6 +522,8 @@ def test_a_store_that_is_stopped_is_an_error_in_time() -> None:
         assert row.position.passes == 7
         assert board.heard()[1].row is None
         os.kill(child, signal.SIGSTOP)
+        # Its threads stop a little later.
+        os.waitpid(child, os.WUNTRACED)
         began = time.monotonic()
         with pytest.raises(StoreSilent, match=r"did not answer for 0\.4 s"):
             line.get("a")
