@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dlo_core import errors
 from dlo_core.board import Board
 from dlo_core.collective import abandon, release_group
-from dlo_core.errors import AgreementError, ConfigError, DloError, FillError
+from dlo_core.errors import AgreementError, ConfigError, DloError, FillError, text_of
 from dlo_core.rendezvous import MissingRanks, default_store, meet, new_group_of
 from dlo_core.store_line import StoreLine, StoreSilent
 
@@ -56,12 +56,7 @@ class Problem:
     def of(cls, error: BaseException) -> Problem:
         """Return what is to be told of ``error``."""
         names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == _ERRORS]
-        try:
-            text = str(error)
-        # A vote must not fail for what somebody's error says of itself.
-        except Exception as problem:
-            text = f"(no text: {type(problem).__name__})"
-        return cls(names[0] if names else "", f"{type(error).__name__}: {text}")
+        return cls(names[0] if names else "", text_of(error))
 
     def error(self, before: str) -> DloError:
         """Return an error of the same kind, where there is one, with ``before`` and the text."""
@@ -159,7 +154,7 @@ class Agreement(ABC):
         """
 
     def board(self) -> Board | None:
-        """Return where the ranks write what they do; a new one on every call, all ranks alike.
+        """Return where the ranks write what they do; a new one after each exchange.
 
         None where nobody needs one.
         """
@@ -250,9 +245,8 @@ class GroupAgreement(Agreement):
         self.members = tuple(group)
         self.rank, self.size = self.members.index(dist.get_rank()), len(self.members)
         self._timeout_s = timeout_s
-        self._steps = itertools.count(1)
+        self._step = 0
         self._groups = itertools.count()
-        self._boards = itertools.count()
         self._line = StoreLine(default_store(), patience_s or timeout_s)
         self._group: ProcessGroup | None = None
         try:
@@ -345,7 +339,8 @@ class GroupAgreement(Agreement):
 
     def board(self) -> Board | None:
         """Return a board of these ranks in the store."""
-        return Board(self._line, f"{self._name}/{next(self._boards)}", self.rank, self.size)
+        # Not a count of boards: a rank may have made one where another failed before it could.
+        return Board(self._line, f"{self._name}/{self._step}", self.rank, self.size)
 
     def collect(
         self,
@@ -431,9 +426,9 @@ class GroupAgreement(Agreement):
 
     def _arrive(self) -> int:
         """Tell the others that this rank came to the next exchange."""
-        step = next(self._steps)
-        self.announce(_EXCHANGES, step)
-        return step
+        self._step += 1
+        self.announce(_EXCHANGES, self._step)
+        return self._step
 
     def _missing(self, step: int) -> list[int]:
         try:

@@ -11,8 +11,6 @@ dead and is told so.
 
 from __future__ import annotations
 
-import atexit
-import os
 import queue
 import threading
 import time
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlo_core.errors import BackendError
+from dlo_core.exiting import JoinedAtExit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["CpuEvent", "CpuStream", "HostStream", "current_stream", "stream_context"]
 
 _SLICE_S = 0.1
-_EXIT_S = 2.0
+_at_exit = JoinedAtExit(2.0)
 
 
 class StreamError(RuntimeError):
@@ -210,7 +209,7 @@ class _Worker:
         self._stopping = False
         self.thread = threading.Thread(target=self._loop, name=f"dlo-{name}", daemon=True)
         self.thread.start()
-        _workers.add(self)
+        _at_exit.add(self)
 
     def put(self, work: list[Callable[[], object]]) -> None:
         if not self.thread.is_alive():
@@ -266,7 +265,6 @@ class _Worker:
             self.give_up(self._error)
 
 
-_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
 _current = threading.local()
 _host = HostStream()
 
@@ -289,17 +287,3 @@ def stream_context(stream: CpuStream | HostStream) -> Iterator[None]:
             yield
     finally:
         _current.stream = before
-
-
-@atexit.register
-def _stop_workers() -> None:
-    """Join the workers: torch work that is under way at interpreter exit aborts the process."""
-    for worker in list(_workers):
-        worker.stop()
-    deadline = time.monotonic() + _EXIT_S
-    for worker in list(_workers):
-        if worker.thread.is_alive():
-            worker.thread.join(max(0.0, deadline - time.monotonic()))
-
-
-os.register_at_fork(after_in_child=_workers.clear)

@@ -22,7 +22,20 @@ __all__ = [
     "HostMemoryError",
     "RestoreError",
     "UseError",
+    "text_of",
 ]
+
+
+def text_of(error: BaseException) -> str:
+    """Return the class and the text of an error, whatever the error does when it is asked for it.
+
+    What carries the news of a failure must not fail for what somebody's error says of itself.
+    """
+    try:
+        text = str(error)
+    except Exception as problem:
+        text = f"(no text: {type(problem).__name__})"
+    return f"{type(error).__name__}: {text}"
 
 
 class DloError(Exception):

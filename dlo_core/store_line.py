@@ -7,15 +7,14 @@ answer no longer than it wants to.
 
 from __future__ import annotations
 
-import atexit
-import os
 import queue
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
+
+from dlo_core.exiting import JoinedAtExit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ __all__ = ["StoreGone", "StoreLine", "StoreSilent"]
 
 T = TypeVar("T")
 _EXIT_S = 1.0
+_at_exit = JoinedAtExit(_EXIT_S)
 _BROKEN = (
     "the connection to the store of the job broke: the process that keeps it (the launcher, or "
     "global rank 0) ended ({})"
@@ -151,7 +151,7 @@ class _Loop:
         self._ended = False
         self.thread = threading.Thread(target=self._run, name="dlo-store", daemon=True)
         self.thread.start()
-        _loops.add(self)
+        _at_exit.add(self)
 
     def put(self, call: _Call) -> None:
         self._calls.put(call)
@@ -178,20 +178,3 @@ class _Loop:
                 return
             if call is not None:
                 call.drop()
-
-
-_loops: weakref.WeakSet[_Loop] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    """End the threads: one that the store lets go at interpreter exit would abort the process."""
-    for loop in list(_loops):
-        loop.stop()
-    deadline = time.monotonic() + _EXIT_S
-    for loop in list(_loops):
-        if loop.thread.is_alive():
-            loop.thread.join(max(0.0, deadline - time.monotonic()))
-
-
-os.register_at_fork(after_in_child=_loops.clear)

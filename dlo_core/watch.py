@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from dlo_core.board import Position
 from dlo_core.diagnosis import Diagnosis, Evidence, diagnose, late
-from dlo_core.errors import DloError
+from dlo_core.errors import DloError, text_of
 from dlo_core.process_state import state_of
 from dlo_core.transfer import reached
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dlo_core.streamer import Streamer
     from dlo_core.transfer import Transfer
 
-__all__ = ["Watch", "beat_of"]
+__all__ = ["Watch"]
 
 _logger = logging.getLogger("dlo")
 # Of the time that the host waits for a diagnosis, when it meets a failure first.
@@ -47,7 +47,7 @@ _POLL_S = 0.05
 _SILENT_S = 0.3
 
 
-def beat_of(timeout_s: float) -> float:
+def _beat_of(timeout_s: float) -> float:
     """Return how often to look, in seconds."""
     return min(1.0, max(0.05, timeout_s / 8))
 
@@ -88,7 +88,7 @@ class Watch:
         self._members = members
         self._timeout_s = timeout_s
         self._host_blocks = host_blocks
-        self._beat_s = beat_of(timeout_s)
+        self._beat_s = _beat_of(timeout_s)
         self._lock = threading.Lock()
         self._closed = False
         self._told = False
@@ -99,14 +99,13 @@ class Watch:
         self._others: tuple[tuple[Board, tuple[int, ...]], ...] = ()
         self._gone_at: dict[tuple[str, int], int] = {}
         pool.explain = self.explain
-        self._wake = threading.Event()
-        self._stop = threading.Event()
+        stop = threading.Event()
         board.post(self._position())
-        self._finalizer = weakref.finalize(self, _end, self._stop, self._wake)
+        self._finalizer = weakref.finalize(self, stop.set)
         self._finalizer.atexit = False
         self._thread = threading.Thread(
             target=_run,
-            args=(weakref.ref(self), self._stop, self._wake, self._beat_s),
+            args=(weakref.ref(self), stop, self._beat_s),
             name="dlo-watch",
             daemon=True,
         )
@@ -244,7 +243,8 @@ class Watch:
             self._pool.spoiled = True
         self._transfer.give_up()
         # A new one: what the host raises gets its frames, which streams must not keep alive.
-        self._collective.abort(RuntimeError(str(error)))
+        ours = isinstance(error, DloError)
+        self._collective.abort(RuntimeError(str(error) if ours else text_of(error)))
 
     # --- what it knows ----------------------------------------------------------------------------
 
@@ -258,10 +258,10 @@ class Watch:
         culprit = -1
         text = ""
         if failure is not None:
-            state = "failed"
-            ours = isinstance(failure, DloError)
-            plain = str(failure) if ours else f"{type(failure).__name__}: {failure}"
-            text = getattr(failure, "reason", "") or plain
+            state, text = "failed", text_of(failure)
+        # Only of dlo's own: another error's attributes may have the same names.
+        if isinstance(failure, DloError):
+            text = getattr(failure, "reason", "") or str(failure)
             culprit = getattr(failure, "culprit", next(iter(getattr(failure, "missing", ())), -1))
         return Position(state, passes, _made(self._streamers), block, fill, raised, text, culprit)
 
@@ -343,10 +343,6 @@ class Watch:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def hurry(self) -> None:
-        """Look now."""
-        self._wake.set()
-
     def close(self, state: str, why: str) -> None:
         """Write the last row and end the thread. Idempotent.
 
@@ -382,26 +378,17 @@ def _made(streamers: Sequence[Streamer]) -> int:
     return sum(each.tape.num_fills + each.tape.num_skipped for each in streamers)
 
 
-def _run(
-    watch: weakref.ref[Watch], stop: threading.Event, wake: threading.Event, beat_s: float
-) -> None:
+def _run(watch: weakref.ref[Watch], stop: threading.Event, beat_s: float) -> None:
     """Tick until the watch is gone; between ticks nothing of it is held."""
-    while not stop.is_set():
-        wake.wait(beat_s)
-        wake.clear()
+    while not stop.wait(beat_s):
         present = watch()
-        if present is None or stop.is_set():
+        if present is None:
             return
         try:
             present.tick()
         except Exception:
             _logger.exception("the watch of an offload could not look")
         del present
-
-
-def _end(stop: threading.Event, wake: threading.Event) -> None:
-    stop.set()
-    wake.set()
 
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()

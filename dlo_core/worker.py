@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
-import os
 import queue
 import threading
 import time
@@ -13,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dlo_core.exiting import JoinedAtExit
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -20,6 +20,7 @@ __all__ = ["Job", "Worker"]
 
 _SLICE_S = 0.1
 _EXIT_S = 2.0
+_at_exit = JoinedAtExit(_EXIT_S)
 _numbers = itertools.count()
 
 
@@ -115,7 +116,7 @@ class _Loop:
         name = f"dlo-worker-{next(_numbers)}"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
-        _loops.add(self)
+        _at_exit.add(self)
 
     def is_stopping(self) -> bool:
         return self._stopped.is_set()
@@ -142,20 +143,3 @@ class _Loop:
             left = self.jobs.get()
             if left is not None:
                 left.drop(failed)
-
-
-_loops: weakref.WeakSet[_Loop] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Join the threads: work of torch that is under way at interpreter exit aborts the process."""
-    for loop in list(_loops):
-        loop.stop()
-    deadline = time.monotonic() + _EXIT_S
-    for loop in list(_loops):
-        if loop.thread.is_alive():
-            loop.thread.join(max(0.0, deadline - time.monotonic()))
-
-
-os.register_at_fork(after_in_child=_loops.clear)

@@ -23,6 +23,7 @@ from dlo_core import store_line, watch
 from dlo_core.accelerator import DeviceSeal
 from dlo_core.board import Board, Position
 from dlo_core.cpu import CpuBackend, GlooCollective
+from dlo_core.engine import Engine
 from dlo_core.interface import Capabilities, Seal
 from dlo_core.rendezvous import meet
 from dlo_core.store_line import StoreGone, StoreLine, StoreSilent
@@ -148,6 +149,65 @@ def test_a_rank_that_shuts_down_is_named_before_the_deadline() -> None:
     assert culprit == 1
     assert "closed its offload after pass 2: its offload was shut down" in text
     assert took_s < 3.5
+
+
+class Odd(Exception):
+    """With attributes that have the names of ours, and no text."""
+
+    reason = OSError("not a text")
+    culprit = missing = "nobody"
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def test_a_failure_of_any_class_reaches_the_others() -> None:
+    def job(rank: int) -> str:
+        model = make_toy(N)
+        offloaded = offload(model, timeout_s=2.0)
+        model(inputs())
+        if rank == 0:
+            text = stay_until_failed(offloaded)
+        else:
+            assert offloaded.engine is not None
+            offloaded.engine.pool.fail(Odd())
+            text = ""
+        dist.barrier()
+        offloaded.shutdown()
+        return text
+
+    assert "failed: Odd: (no text: ValueError)" in run_ranks(job, 2)[0]
+
+
+def test_ranks_hear_each_other_after_a_start_that_failed_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of them had made its board by then, and the other had not."""
+    prepare = Engine.prepare
+
+    def job(rank: int) -> str:
+        model = make_toy(N)
+        config = dlo.OffloadConfig(timeout_s=2.0)
+        offloaded = dlo.LayerwiseOffload(config, device=PoisonBackend(0), group=dist.group.WORLD)
+        if rank == 1:
+            monkeypatch.setattr(Engine, "prepare", partial(throw, OSError("once")))
+        with pytest.raises((OSError, dlo.AgreementError), match="once"):
+            offloaded.enable(model)
+        monkeypatch.setattr(Engine, "prepare", prepare)
+        offloaded.enable(model)
+        model(inputs())
+        if rank == 1:
+            assert offloaded.engine is not None
+            offloaded.engine.pool.fail(RuntimeError("out of order"))
+        text = stay_until_failed(offloaded)
+        dist.barrier()
+        return text
+
+    assert "rank 1 (global rank 1, process" in run_ranks(job, 2)[0]
+
+
+def throw(error: BaseException, *args: object) -> None:
+    raise error
 
 
 def test_a_rank_that_is_idle_fails_too_and_its_next_call_says_so() -> None:
@@ -277,7 +337,7 @@ def test_the_thread_ends_with_the_offload_and_keeps_no_model() -> None:
                 child = os.fork()
                 if child == 0:
                     watch._leave()
-                    store_line._stop_all()
+                    store_line._at_exit.stop()
                     os._exit(1 if offloaded.failed else 0)
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
                 model(inputs())
@@ -473,6 +533,8 @@ def test_a_store_that_is_stopped_is_an_error_in_time() -> None:
         assert row.position.passes == 7
         assert board.heard()[1].row is None
         os.kill(child, signal.SIGSTOP)
+        # Its threads stop a little later.
+        os.waitpid(child, os.WUNTRACED)
         began = time.monotonic()
         with pytest.raises(StoreSilent, match=r"did not answer for 0\.4 s"):
             line.get("a")
