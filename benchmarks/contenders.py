@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         [nn.Module, "Setting"], tuple[Callable[..., Any], Callable[[], dict[str, Any]]]
     ]
 
-__all__ = ["CONTENDERS", "NotInstalled", "Setting", "host_used_gb", "why_absent"]
+__all__ = ["CONTENDERS", "NotInstalled", "Setting", "host_used_gb", "omni_pipe", "why_absent"]
 
 _GB = 1e9
 
@@ -211,22 +211,28 @@ def attach_mmgp(model: nn.Module, setting: Setting) -> Any:
     return model, nothing_more
 
 
+def omni_pipe(offloader: Any, model: nn.Module) -> Any:
+    """Return the pipeline of one model that vllm-omni's backends take."""
+    from torch import nn
+
+    class Pipe(nn.Module):
+        _dit_modules = ("transformer",)
+        _encoder_modules = ()
+        _vae_modules = ()
+        _resident_modules = ()
+        _offload_plan = offloader.OffloadPlan(block_attrs={"transformer": ("blocks",)})
+
+    pipe = Pipe()
+    pipe.transformer = model
+    return pipe
+
+
 def attach_omni(name: str) -> Attach:
     """Return one of vllm-omni's backends."""
 
     def attach(model: nn.Module, setting: Setting) -> Any:
         offloader = _import("vllm_omni.diffusion.offloader")
-        from torch import nn
-
-        class Pipe(nn.Module):
-            _dit_modules = ("transformer",)
-            _encoder_modules = ()
-            _vae_modules = ()
-            _resident_modules = ()
-            _offload_plan = offloader.OffloadPlan(block_attrs={"transformer": ("blocks",)})
-
-        pipe = Pipe()
-        pipe.transformer = model
+        pipe = omni_pipe(offloader, model)
         strategies, config = offloader.OffloadStrategy, offloader.OffloadConfig
         if name == "distributed":
             made = offloader.DistributedLayerwiseOffloadBackend(

@@ -232,16 +232,19 @@ def known_results(
         before = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    same = ("gpu", "torch", "device", "diffusers", "accelerate")
+    same = ("gpu", "torch", "device", "nccl", "diffusers", "accelerate", "mmgp", "vllm-omni")
     if before.get("shape") != results["shape"] or any(
         before["machine"].get(key) != results["machine"].get(key) for key in same
     ):
         print("the earlier results are of another model, machine or package: not used")
         return {}
+    ours = before["machine"].get("commit") == results["machine"].get("commit")
     return {
         name: found | {"from": before["machine"]["date"]}
         for name, found in before["contenders"].items()
-        if found.get("complete") and set(map(str, lengths)) <= set(found["runs"])
+        if found.get("complete")
+        and set(map(str, lengths)) <= set(found["runs"])
+        and (ours or not name.startswith("dlo"))
     }
 
 

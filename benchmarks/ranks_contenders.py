@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from checks import Skip
+from contenders import omni_pipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,17 +175,7 @@ def _attach_omni(member: Member, model: SyntheticTransformer) -> Attached:
         from vllm_omni.diffusion import offloader  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise Skip(f"vllm-omni is not installed ({error})") from error
-    from torch import nn
-
-    class Pipe(nn.Module):
-        _dit_modules = ("transformer",)
-        _encoder_modules = ()
-        _vae_modules = ()
-        _resident_modules = ()
-        _offload_plan = offloader.OffloadPlan(block_attrs={"transformer": ("blocks",)})
-
-    pipe = Pipe()
-    pipe.transformer = model
+    pipe = omni_pipe(offloader, model)
     config = offloader.OffloadConfig(
         strategy=offloader.OffloadStrategy.DISTRIBUTED_LAYER_WISE,
         pin_cpu_memory=True,

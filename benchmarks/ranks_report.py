@@ -90,7 +90,9 @@ def reference_of(results: dict[str, Any], section: str) -> dict[str, Any]:
 
 
 def crossing(rows: Sequence[Row]) -> dict[str, float | None]:
-    """Return from which length on rank-local mode is no slower than gather mode, and the limits'.
+    """Return from which length on rank-local mode is within ``WANTED`` of gather mode.
+
+    Beside it the length at which the limits cross: the link brings the model in a resident step.
 
     Both between the lengths that were measured, in proportion; None where they do not cross there.
     """

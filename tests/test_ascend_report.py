@@ -71,6 +71,38 @@ def test_a_part_that_fails_or_hangs_is_told_and_the_others_run(
     assert "FAILED: bad" in capsys.readouterr().out
 
 
+def test_an_interrupt_ends_the_part_that_runs_and_its_ranks(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: list[int] = []
+
+    class Interrupted(subprocess.Popen[str]):
+        def communicate(self, *args: Any, **how: Any) -> Any:
+            assert self.stdout is not None
+            pids.append(int(self.stdout.readline()))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(tool.subprocess, "Popen", Interrupted)
+    # The grandchild says who it is and would stay.
+    rank = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    with pytest.raises(KeyboardInterrupt):
+        tool.run(python(tool, "hanging", code))
+    (pid,) = pids
+    deadline = time.monotonic() + 20
+    while alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
 def test_a_report_is_good_only_when_all_that_is_needed_went_well(
     tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,25 @@ def test_contenders_are_held_against_the_limit_and_the_fastest_peer(scripts: Any
     assert "dlo takes 1.050 of the fastest peer's time (wrong)" in text
 
 
+def test_earlier_results_are_those_of_the_same_code(scripts: Any, tmp_path: Path) -> None:
+    peers, path = scripts("peers"), tmp_path / "peers.json"
+    run = {"complete": True, "runs": {"8": {}}}
+    before = {
+        "machine": {"torch": "2", "commit": "a", "date": "then"},
+        "shape": {},
+        "contenders": {"resident": run, "dlo": run, "mmgp": run | {"complete": False}},
+    }
+    path.write_text(json.dumps(before))
+    for commit, torch_version, names in (
+        ("a", "2", {"resident", "dlo"}),
+        ("b", "2", {"resident"}),
+        ("a", "3", set()),
+    ):
+        now = {"machine": {"torch": torch_version, "commit": commit}, "shape": {}}
+        assert set(peers.known_results(path, now, [8])) == names
+    assert peers.known_results(path, now | {"machine": before["machine"]}, [8, 32]) == {}
+
+
 def test_a_section_is_in_order_only_when_it_came_to_its_end(scripts: Any) -> None:
     verdict = scripts("gpu_check").verdict
     good, bad = {"ok": True}, {"ok": False}

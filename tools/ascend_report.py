@@ -76,7 +76,7 @@ def run(part: Part) -> tuple[str, str]:
     print(f"==> {part.name}:", *part.command, flush=True)
     if shutil.which(part.command[0]) is None:
         return f"there is no {part.command[0]}", ""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         part.command,
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
@@ -86,16 +86,24 @@ def run(part: Part) -> tuple[str, str]:
         errors="replace",
         env={**os.environ, "COLUMNS": "160"},
         start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=part.limit_s)
-        ending = f"exit status {process.returncode}" if process.returncode else "ok"
-    except subprocess.TimeoutExpired:
-        # With its ranks: they would hold the pipe, and the device.
-        os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
-        ending = f"not done after {part.limit_s:g} s"
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=part.limit_s)
+            ending = f"exit status {process.returncode}" if process.returncode else "ok"
+        except subprocess.TimeoutExpired:
+            end(process)
+            said, _ = process.communicate()
+            ending = f"not done after {part.limit_s:g} s"
+        except BaseException:
+            # An interrupt from the terminal does not reach a process group of its own.
+            end(process)
+            raise
     return ending, said
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill a part with its ranks: they would hold the pipe, and the device."""
+    os.killpg(process.pid, signal.SIGKILL)
 
 
 def write(report: TextIO, todo: list[Part]) -> list[str]:
