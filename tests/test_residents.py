@@ -38,6 +38,7 @@ from dlo_core.planner import simulate
 from dlo_core.residency import resident_positions
 from dlo_core.stats import BlockState
 from dlo_core.testing import GlooAgreement, SimBackend, World
+from dlo_core.testing.compute import Compute
 from dlo_core.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -255,6 +256,16 @@ def test_an_update_reaches_residents_that_are_there_and_those_that_are_not(size:
         return True
 
     assert all(everywhere(job, size))
+
+
+def test_an_update_reaches_a_packed_block_that_was_the_last_to_be_decoded() -> None:
+    """It alone computes, so its old values still lie decoded when the next pass begins."""
+    model, new = make_toy(1), make_toy(1, seed=1)
+    offloaded = start(model, resident_layers=1, packed=True)
+    check(model, make_toy(1))
+    offloaded.update_weights(new.state_dict())
+    check(model, new)
+    offloaded.shutdown()
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -633,6 +644,25 @@ def run_reusing(world: World) -> list[torch.Tensor]:
     offloaded.shutdown()
     wrong = [a for a, b in zip(got, wanted, strict=True) if not torch.equal(a, b)]
     return wrong + ([] if bool((kept == 1).all()) else [kept])
+
+
+def test_memory_is_let_go_behind_the_computation_that_reads_it() -> None:
+    """Which is queued, and has not run when they are dropped; whoever comes next writes at once."""
+    model = Program(N)
+    reference = twin(model)
+    backend = SimBackend(host_ahead=True)
+    offloaded = dlo.offload(model, device=backend, resident_layers=2, **STAGE)
+    assert offloaded.engine is not None
+    buffers = [slot.buffer for slot in offloaded.engine.pool.residents.values()]
+    with torch.no_grad():
+        with Compute(backend):
+            out = model(inputs())
+        offloaded.offload_resident_layers()
+        for buffer in buffers:
+            buffer.fill_(255)
+        backend.synchronize()
+        assert torch.equal(out, reference(inputs()))
+    offloaded.shutdown()
 
 
 @pytest.mark.parametrize("mode", MODES)
