@@ -471,6 +471,30 @@ def test_ranks_that_differ_are_told() -> None:
     assert all(run_ranks(job, 2))
 
 
+def test_ranks_at_different_places_are_told() -> None:
+    """One has begun a pass by a block, so loads would come between other fills there."""
+
+    def job(rank: int) -> bool:
+        model = make_toy(N)
+        reference = twin(model)
+        offloaded = start(model, resident_layers=2, **STAGE)
+        x = inputs()
+        with torch.inference_mode():
+            if rank == 0:
+                model.blocks[0](x)
+            for call in (offloaded.offload_resident_layers, offloaded.load_resident_layers):
+                with pytest.raises(dlo.AgreementError, match="differ in open pass of model 0"):
+                    call()
+            if rank == 1:
+                model.blocks[0](x)
+        offloaded.offload_resident_layers()
+        check(model, reference, rank)
+        offloaded.shutdown()
+        return True
+
+    assert all(run_ranks(job, 2))
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_device_memory_that_cannot_be_had_is_an_error_on_every_rank(size: int) -> None:
     """Nothing was loaded, and once there is memory everything goes on."""
@@ -570,6 +594,26 @@ def test_a_load_that_fails_gives_host_memory_back_behind_copies_under_way(
         start(make_toy(N), resident_layers=2)
     goes_on.set()
     assert said == ["copied", "given back"]
+
+
+@pytest.mark.parametrize("by", ["the call", "a forward"])
+def test_an_interrupted_load_closes_the_offload(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much of it is queued is unknown, and the other ranks have queued all."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = make_toy(N)
+    offloaded = start(model, resident_layers=2, **STAGE)
+    offloaded.offload_resident_layers()
+    call = offloaded.load_resident_layers if by == "the call" else partial(model, inputs())
+    monkeypatch.setattr(Transfer, "load", interrupt)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        call()
+    assert offloaded.failed
+    with torch.no_grad(), pytest.raises(dlo.UseError, match="failed earlier and is closed"):
+        model(inputs())
+    offloaded.shutdown()
 
 
 def test_neither_call_is_for_the_middle_of_a_pass() -> None:
