@@ -19,8 +19,8 @@ DEMO_ARGS ?=
 
 help:
 	@echo "make demo      run a trained diffusion transformer, streamed over 2 ranks, with proof"
-	@echo "make test      lint, types, tests against the wheel, tests of the core alone, docs"
-	@echo "make test-all  the same, then the slow tests, the zoo of diffusers models, every parallelism"
+	@echo "make test      lint, types, tests against the wheel, some of them on the core alone, docs"
+	@echo "make test-all  the same, then the slow tests, all on the core alone, the zoo, every parallelism"
 	@echo "make docs      build the documentation into site/"
 	@echo "make dev       put every tool of a contributor into .venv, and the pre-commit hooks"
 	@echo "make clean     delete what these targets made"
@@ -33,7 +33,7 @@ test: $(VENV)/.tox
 		-e $(PY_ENV),core-only,types,lint,docs
 
 test-all: test
-	$(BIN)/tox run -e core-only -- -m "not slow and not ranks"
+	$(BIN)/tox run -e core-only -- -m "not slow"
 	$(BIN)/tox run -e $(PY_ENV) -- -m slow
 	$(BIN)/tox run -e zoo
 	$(BIN)/tox run -e parallel

@@ -19,7 +19,7 @@ import torch
 
 from dlo_core.errors import BackendError
 
-__all__ = ["import_torch_npu", "number_of"]
+__all__ = ["import_torch_npu"]
 
 # Those of CANN's libraries that torch_npu is linked against.
 CANN_LIBRARIES = ("libascendcl.so", "libhccl.so", "libge_runner.so", "libgraph.so")
@@ -112,24 +112,3 @@ def build_of_torch() -> str | None:
 def release(version: str) -> tuple[int, ...]:
     """Return the first three numbers of ``version``: ``(2, 7, 1)`` of ``"2.7.1.post2+cpu"``."""
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
-
-
-def number_of(device: str, count: int) -> int | None:
-    """Return the index in ``device``; None where it names none.
-
-    Args:
-        device: ``"npu"`` or ``"npu:1"``.
-        count: Number of devices.
-
-    Raises:
-        BackendError: There is no such device.
-    """
-    index = device.partition(":")[2]
-    if count == 0:
-        raise BackendError(
-            f"device {device!r}: torch_npu sees no NPU (the driver is missing, this container was "
-            "not given the devices, or ASCEND_RT_VISIBLE_DEVICES hides them)"
-        )
-    if index and (not index.isdecimal() or int(index) >= count):
-        raise BackendError(f"device {device!r}: there are {count} NPUs, 0 to {count - 1}")
-    return int(index) if index else None

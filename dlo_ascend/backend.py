@@ -5,17 +5,18 @@ What differs from CUDA, and why, is in docs/ascend.md under "What the backend ta
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dlo_ascend.availability import import_torch_npu, number_of
+from dlo_ascend.availability import import_torch_npu
 from dlo_ascend.formats import private_format
-from dlo_ascend.memory import AscendAllocator, RegisteringAllocator
+from dlo_ascend.memory import AscendAllocator, RegisteringAllocator, exact_above_mib
 from dlo_ascend.npurt import why_no_registration
 from dlo_ascend.settings import describe
 from dlo_ascend.streams import StreamTable, Switch
-from dlo_core.accelerator import AcceleratorBackend
+from dlo_core.accelerator import AcceleratorBackend, device_index
 from dlo_core.interface import Capabilities
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class AscendBackend(AcceleratorBackend):
         """Use ``device`` through ``torch_npu``."""
         registers = why_no_registration(torch_npu) is None
         make = RegisteringAllocator if registers else AscendAllocator
+        threshold = exact_above_mib(os.environ.get("PYTORCH_NPU_ALLOC_CONF", ""))
         super().__init__(
             torch_npu.npu,
             device,
@@ -42,6 +44,8 @@ class AscendBackend(AcceleratorBackend):
                 host_blocks=False,
                 pinned_memory=True,
                 host_registration=registers,
+                # What is rounded below a MiB is a few pages.
+                locks_exactly=threshold is not None and threshold <= 1,
             ),
             allocator=make(torch_npu.npu, device),
         )
@@ -76,9 +80,11 @@ def make_backend(device: str) -> AscendBackend:
         BackendError: torch_npu cannot be used here, or there is no such device.
     """
     torch_npu = import_torch_npu(device)
-    number = number_of(device, torch_npu.npu.device_count())
-    if number is None:
-        # Asking for the current device would start the device, which a look at the backends must
-        # not.
-        number = torch_npu.npu.current_device() if torch_npu.npu.is_initialized() else 0
+    number = device_index(
+        torch_npu.npu,
+        device,
+        kind="NPUs",
+        absent="torch_npu sees no NPU (the driver is missing, this container was not given the "
+        "devices, or ASCEND_RT_VISIBLE_DEVICES hides them)",
+    )
     return AscendBackend(torch_npu, torch.device("npu", number))

@@ -18,11 +18,23 @@ from dlo_core.accelerator import TorchAllocator, host_limits, pinned_bytes
 from dlo_core.errors import DloWarning, HostMemoryError
 from dlo_core.registration import PAGE_NBYTES, HostRegistration
 
-__all__ = ["EXACT", "AscendAllocator", "RegisteringAllocator"]
+__all__ = ["EXACT", "AscendAllocator", "RegisteringAllocator", "exact_above_mib"]
 
 # torch_npu rounds pinned memory up to a power of two below this size, in MiB.
 EXACT = "pinned_max_round_threshold_mb:1"
 _WARN_NBYTES = 64 << 20
+
+
+def exact_above_mib(settings: str) -> int | None:
+    """Return above how many MiB pinned memory is not rounded up; None: nowhere.
+
+    Args:
+        settings: As in ``PYTORCH_NPU_ALLOC_CONF``.
+    """
+    keys = dict(part.strip().partition(":")[::2] for part in settings.split(",") if part.strip())
+    expandable = keys.get("pin_memory_expandable_segments", "").lower() == "true"
+    threshold = keys.get("pinned_max_round_threshold_mb", "")
+    return int(threshold) if threshold.isdecimal() and not expandable else None
 
 
 class AscendAllocator(TorchAllocator):

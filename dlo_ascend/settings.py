@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from dlo_ascend.memory import EXACT
+from dlo_ascend.memory import EXACT, exact_above_mib
 from dlo_ascend.npurt import version_of, why_no_registration
 
 __all__ = ["describe"]
@@ -33,10 +33,9 @@ def describe(torch_npu: Any) -> dict[str, str]:
 
 def pinned_memory(allocator: str) -> str:
     """Return how pinned memory is rounded, from ``PYTORCH_NPU_ALLOC_CONF``."""
-    keys = dict(part.strip().partition(":")[::2] for part in allocator.split(",") if part.strip())
-    expandable = keys.get("pin_memory_expandable_segments", "").lower() == "true"
-    if "pinned_max_round_threshold_mb" in keys and not expandable:
-        return f"exact above {keys['pinned_max_round_threshold_mb']} MiB ({allocator})"
+    threshold = exact_above_mib(allocator)
+    if threshold is not None:
+        return f"exact above {threshold} MiB ({allocator})"
     return f"rounded up to powers of two; set PYTORCH_NPU_ALLOC_CONF={EXACT} for exact sizes"
 
 

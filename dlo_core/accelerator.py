@@ -37,6 +37,7 @@ __all__ = [
     "DeviceCollective",
     "DeviceSeal",
     "TorchAllocator",
+    "device_index",
     "host_limits",
     "pinned_bytes",
 ]
@@ -111,6 +112,31 @@ def host_limits() -> str:
     return f"limit of locked memory, ulimit -l: {allowed}; available: {free:,} bytes"
 
 
+def device_index(module: Any, device: str, *, kind: str, absent: str) -> int:
+    """Return the number of the device that is meant, without starting one.
+
+    Args:
+        module: The vendor's device module of torch.
+        device: The device type, with or without ``":"`` and a number.
+        kind: What several such devices are called.
+        absent: What to say where there is none: why, as far as it can be known.
+
+    Raises:
+        BackendError: There is no such device.
+    """
+    # is_available() may leave a process whose forked children cannot use the device.
+    count = module.device_count()
+    index = device.partition(":")[2]
+    if count == 0:
+        raise BackendError(f"device {device!r}: {absent}")
+    if not index:
+        # Asking for the current device would start it, which a look at the backends must not.
+        return int(module.current_device()) if module.is_initialized() else 0
+    if not index.isdecimal() or int(index) >= count:
+        raise BackendError(f"device {device!r}: there are {count} {kind}, 0 to {count - 1}")
+    return int(index)
+
+
 class _DeviceCheck(Check):
     """Keeps a flag on the device and a copy of it in pinned memory, which the host may look at."""
 
@@ -149,9 +175,10 @@ class DeviceSeal(Seal):
         with torch.inference_mode(False), torch.no_grad():
             self._seen.copy_(self._given_up, non_blocking=True)
         for tensor in tensors:
-            # In the caller's own mode, in which the tensor was made.
             if _fillable(tensor, self._seen.device):
-                with torch.no_grad():
+                # A model that enters inference mode by itself returns what only there is written.
+                mode = torch.is_inference_mode_enabled() or tensor.is_inference()
+                with torch.inference_mode(mode), torch.no_grad():
                     tensor.masked_fill_(self._seen, torch.nan)
 
     def give_up(self) -> None:

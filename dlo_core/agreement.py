@@ -13,6 +13,7 @@ import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from dlo_core.board import Board
 from dlo_core.collective import abandon, release_group
 from dlo_core.errors import AgreementError, ConfigError, DloError, FillError
 from dlo_core.rendezvous import MissingRanks, default_store, meet, new_group_of
-from dlo_core.store_line import StoreLine
+from dlo_core.store_line import StoreLine, StoreSilent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -98,7 +99,7 @@ class Agreement(ABC):
             value: Picklable, small.
             what: Names the exchange in the error.
             timeout_s: How long to wait for the others; None: as long as for loading.
-            meanwhile: Called now and then while the others are awaited.
+            meanwhile: Called now and then while the others are awaited; what it raises gets out.
 
         Raises:
             AgreementError: A rank did not answer within the timeout.
@@ -241,7 +242,8 @@ class GroupAgreement(Agreement):
             patience_s: How long to wait for the store of the job; None: as long.
 
         Raises:
-            AgreementError: A rank did not come within ``timeout_s``.
+            AgreementError: A rank did not come within ``timeout_s``, or the store did not
+                answer.
         """
         if isinstance(group, dist.ProcessGroup):
             group = dist.get_process_group_ranks(group)
@@ -259,6 +261,9 @@ class GroupAgreement(Agreement):
         except MissingRanks as error:
             self._line.close()
             raise self._nobody("offload()", error.ranks, error) from None
+        except StoreSilent as error:
+            self._line.close()
+            raise AgreementError(f"offload(): the ranks could not meet: {error}") from error
         except RuntimeError as error:
             self._line.close()
             raise self._nobody("offload()", (), error) from error
@@ -289,18 +294,21 @@ class GroupAgreement(Agreement):
         meanwhile: Callable[[], object] | None = None,
     ) -> list[T]:
         """Return every rank's ``value``, in rank order."""
-        if self._group is None:
-            raise AgreementError(f"{what}: the control group is closed")
+        group = self._control(what)
         limit_s = timeout_s or self._timeout_s
         deadline = time.monotonic() + limit_s
         step = self._arrive()
         try:
             payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-            sizes = self._gather(torch.tensor([payload.numel()], device="cpu"), deadline, meanwhile)
+            mine = torch.tensor([payload.numel()], device="cpu")
+            sizes = self._gather(group, mine, deadline, meanwhile)
             longest = int(max(size.item() for size in sizes))
             padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
             padded[: payload.numel()] = payload
-            parts = self._gather(padded, deadline, meanwhile)
+            parts = self._gather(group, padded, deadline, meanwhile)
+        # What ``meanwhile`` raised says more.
+        except DloError:
+            raise
         except (RuntimeError, ValueError) as error:
             raise self._nobody(what, self._missing(step), error, limit_s) from error
         # Peers of one job, over a group of our own: trusted as far as each other's code is.
@@ -350,45 +358,58 @@ class GroupAgreement(Agreement):
         """Return every rank's ``value`` on rank ``to``; each travels once."""
         payload = pickle.dumps(value) if self.rank != to else b""
         sizes = self.exchange(len(payload), what, meanwhile=meanwhile)
+        group = self._control(what)
         deadline = time.monotonic() + self._timeout_s
         if self.rank != to:
             if payload:
-                self._send(payload, to, deadline, what)
+                with torch.inference_mode(False):
+                    mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+                self._move(partial(dist.isend, mine, group=group, group_dst=to), deadline, what)
             return []
         return [
-            value if rank == to else self._receive(size, rank, deadline, what)
+            value if rank == to else self._receive(group, size, rank, deadline, what)
             for rank, size in enumerate(sizes)
         ]
 
-    def _send(self, payload: bytes, to: int, deadline: float, what: str) -> None:
-        with torch.inference_mode(False):
-            mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            work = dist.isend(mine, group=self._group, group_dst=to)
-        self._await(work, deadline, what)
-
-    def _receive(self, size: int, rank: int, deadline: float, what: str) -> Any:
+    def _receive(
+        self, group: ProcessGroup, size: int, rank: int, deadline: float, what: str
+    ) -> Any:
         with torch.inference_mode(False):
             theirs = torch.empty(size, dtype=torch.uint8, device="cpu")
-            work = dist.irecv(theirs, group=self._group, group_src=rank)
-        self._await(work, deadline, what)
+        self._move(partial(dist.irecv, theirs, group=group, group_src=rank), deadline, what)
         return pickle.loads(theirs.numpy().tobytes())
 
-    def _await(self, work: Any, deadline: float, what: str) -> None:
-        """Wait for a message; gloo tells of one's end only to who waits."""
+    def _move(self, begin: Callable[[], Any], deadline: float, what: str) -> None:
+        """Begin a message and wait for it; gloo tells of one's end only to who waits."""
         try:
+            with torch.inference_mode(False):
+                work = begin()
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise self._nobody(what, (), error) from error
 
+    def _control(self, what: str) -> ProcessGroup:
+        """Return the control group; another thread may close it at any time.
+
+        Raises:
+            AgreementError: It is closed.
+        """
+        group = self._group
+        if group is None:
+            raise AgreementError(f"{what}: the control group is closed")
+        return group
+
     def _gather(
-        self, mine: torch.Tensor, deadline: float, meanwhile: Callable[[], object] | None
+        self,
+        group: ProcessGroup,
+        mine: torch.Tensor,
+        deadline: float,
+        meanwhile: Callable[[], object] | None,
     ) -> list[torch.Tensor]:
         """Gather equal tensors, looking up now and then so that an interrupt gets through."""
         with torch.inference_mode(False):
             parts = [torch.empty_like(mine) for _ in range(self.size)]
-            work: Any = dist.all_gather(parts, mine, group=self._group, async_op=True)
-        group = self._group
-        assert group is not None
+            work: Any = dist.all_gather(parts, mine, group=group, async_op=True)
         try:
             while not work.is_completed():
                 if time.monotonic() > deadline:

@@ -92,6 +92,22 @@ class Coder:
                     )
             return row
 
+    def reserve(self, run_nbytes: int, row_nbytes: int, *, packs: bool) -> None:
+        """Take the memory for runs and rows of at most these sizes.
+
+        Args:
+            run_nbytes: Bytes of a run.
+            row_nbytes: Bytes of a row.
+            packs: Whether it is for ``encode``; False: for ``decode``.
+
+        Raises:
+            RuntimeError: The device has not so much.
+        """
+        self._take("run", run_nbytes)
+        self._take("row", row_nbytes)
+        if packs and self._verify:
+            self._take("again", run_nbytes)
+
     def check(self, row: torch.Tensor) -> None:
         """Decode a host row and compare its checksums, where what is packed is to be verified.
 

@@ -72,7 +72,7 @@ class Stream(Protocol):
 
 
 class Graph(Protocol):
-    """Work that was recorded once and can be queued as a whole, as ``torch.cuda.CUDAGraph`` is."""
+    """Work that was recorded once and can be queued as a whole, as a device's graph is."""
 
     def replay(self) -> None:
         """Queue the recorded work on the current stream."""
@@ -154,7 +154,11 @@ class HostBuffer(Protocol):
 
 
 class Registration(Protocol):
-    """Memory of somebody else that is page-locked until it is released."""
+    """Memory of somebody else that is page-locked until it is released.
+
+    One that is forgotten, or left when the process ends, sees to itself: copies may be under way,
+    so the memory stays locked and mapped until the device rests. ``HostRegistration`` does this.
+    """
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -273,8 +272,6 @@ class PagesStore(HostStore):
         except BaseException:
             self.release()
             raise
-        # Pages that are forgotten must not stay locked, nor be unmapped while they are.
-        weakref.finalize(self, _unlock, self._registered)
 
     @property
     def account(self) -> HostBytes:

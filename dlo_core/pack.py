@@ -13,22 +13,23 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 
 from dlo_core.checkpoint import Checkpoint
 from dlo_core.checkpoint_files import find_files
+from dlo_core.coder import codec_of
 from dlo_core.errors import CheckpointError, ConfigError
 from dlo_core.file_reads import Scratch
 from dlo_core.packed import decode_segment, measure, padded, write_segment
 from dlo_core.packed_format import VERSION
-from dlo_core.packed_torch import TorchCodec
 from dlo_core.progress import reporting
 from dlo_core.registry import resolve
 from dlo_core.safetensors_header import DTYPES, PACKED_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from dlo_core.interface import Backend
     from dlo_core.progress import LoadProgress, Report
@@ -102,7 +103,7 @@ def pack_checkpoint(
             raise CheckpointError(f"{str(file.path)!r} is packed already")
     target = _target(source, out)
     packer = _Packer(resolve(device), verify=verify)
-    copy = _Copy(source, target, files)
+    copy = _Copy(source, target)
     try:
         total = sum(tensor.nbytes for file in files for tensor in file.tensors.values())
         with (
@@ -134,6 +135,11 @@ def _target(source: Path, out: str | os.PathLike[str] | None) -> Path:
         target = Path(out).absolute()
     if single and target.suffix != ".safetensors":
         raise ConfigError(f"out= for one file must end in .safetensors; got {str(target)!r}")
+    if not single and target.suffix == ".safetensors":
+        raise ConfigError(
+            f"out= for a folder or an index is a folder, whose name must not end in .safetensors; "
+            f"got {str(target)!r}"
+        )
     if os.path.lexists(target):
         raise ConfigError(f"{str(target)!r} exists; nothing is replaced: give another out=")
     return target
@@ -144,7 +150,7 @@ class _Packer:
 
     def __init__(self, backend: Backend, *, verify: bool) -> None:
         self._backend = backend
-        self._codec = backend.codec() or TorchCodec()
+        self._codec = codec_of(backend)
         self._verify = verify
 
     def pack(self, tensor: CheckpointTensor, data: torch.Tensor) -> torch.Tensor | None:
@@ -172,18 +178,15 @@ class _Packer:
 class _Copy:
     """The files of the new checkpoint, hidden until all are there."""
 
-    def __init__(self, source: Path, target: Path, files: Sequence[SafetensorsFile]) -> None:
-        self._source = source
+    def __init__(self, source: Path, target: Path) -> None:
+        self._source = source.absolute()
+        self._folder = self._source if source.is_dir() else self._source.parent
         self._target = target
         self._single = target.suffix == ".safetensors"
-        self._hidden = target.with_name(f".{target.name}.{os.getpid()}.part")
+        # Processes in containers may have one number and one disk.
+        self._hidden = target.with_name(f".{target.name}.{uuid4().hex[:8]}.part")
         self.num_packed = 0
         self.nbytes = 0
-        if not self._single:
-            root = files[0].path.parent
-            outside = [file.path for file in files if root not in file.path.parents]
-            if outside:
-                raise CheckpointError(f"{str(outside[0])!r} is not beside the other files")
 
     def write(
         self, file: SafetensorsFile, checkpoint: Checkpoint, packer: _Packer, report: Report
@@ -191,7 +194,8 @@ class _Copy:
         """Write the copy of one file."""
         path = self._hidden
         if not self._single:
-            path = path / file.path.name
+            # An index may name files in folders below its own.
+            path = path / file.path.relative_to(self._folder)
             path.parent.mkdir(parents=True, exist_ok=True)
         # No offset of the copy is as long as the longest number, nor any segment's length.
         room = len(_header(file, {}, dict.fromkeys(file.tensors, (_LONGEST, _LONGEST))))
@@ -225,9 +229,8 @@ class _Copy:
         """Give everything its name; return the checkpoint's path."""
         result = self._target
         if not self._single:
-            folder = self._source if self._source.is_dir() else self._source.parent
-            for beside in sorted(folder.glob("*.json")):
-                if beside.name.endswith(".index.json") and self._source.is_dir():
+            for beside in sorted(self._folder.glob("*.json")):
+                if beside.name.endswith(".index.json") and self._source == self._folder:
                     self._copy_index(beside)
                 elif beside == self._source:
                     self._copy_index(beside)

@@ -128,8 +128,11 @@ class PackedChoice:
             if self._trial is None:
                 if done >= _WARM:
                     self._stand_still()
-                    self._try_one()
-                    self._look(streamer, sure=True)
+                    why_not = self._try_one()
+                    if why_not is None:
+                        self._look(streamer, sure=True)
+                    else:
+                        self._stay(why_not)
             elif done - self._last >= _EVERY:
                 self._look(streamer, sure=False)
 
@@ -170,14 +173,18 @@ class PackedChoice:
                 link += copied / (ratio if self.packed else 1.0)
         return Figures(compute, link, decode, ratio)
 
-    def _try_one(self) -> None:
-        """Pack the largest block for trial."""
+    def _try_one(self) -> str | None:
+        """Pack the largest block for trial; return why it cannot be."""
         layouts = self._engine.layouts
         number = max(range(len(layouts)), key=lambda each: layouts[each].nbytes)
         run = self._raw_store.whole(number)
-        nbytes, decode_ms = self._coder.trial(run, self._tensors(number))
+        try:
+            nbytes, decode_ms = self._coder.trial(run, self._tensors(number))
+        except RuntimeError as error:
+            return _no_room("pack a block for trial", error)
         self._trial = nbytes / run.nbytes, decode_ms / run.nbytes
         self._coder.release()
+        return None
 
     def _tensors(self, number: int) -> list[tuple[int, int]]:
         return packed_tensors(self._engine.layouts[number], self._cut(number), 0)
@@ -186,38 +193,41 @@ class PackedChoice:
         alignment = self._backend.capabilities.alignment
         return PackedCut.cut(self._engine.layouts[number].nbytes, 1, alignment)
 
+    def _stay(self, why_not: str) -> None:
+        """Look no more."""
+        self._switches = _MOST_SWITCHES
+        self._coder.release()
+        self.reason = f"{'packed' if self.packed else 'raw'}: {why_not}"
+        _logger.info("the weights stay %s", self.reason)
+
     def _switch(self, figures: Figures) -> None:
         self._switches += 1
         self._stand_still()
-        why_not = None
-        if self.packed:
-            self._unpack()
-        else:
-            why_not = self._pack()
-        self._coder.release()
+        why_not = self._unpack() if self.packed else self._pack()
         if why_not is not None:
-            self._switches = _MOST_SWITCHES
-            self.reason = f"raw: {why_not}"
-        else:
-            self.packed = not self.packed
-            self.reason = f"{'packed' if self.packed else 'raw'}: {figures}"
+            self._stay(why_not)
+            return
+        self._coder.release()
+        self.packed = not self.packed
+        self.reason = f"{'packed' if self.packed else 'raw'}: {figures}"
         _logger.info("the weights are %s", self.reason)
 
     def _pack(self) -> str | None:
         """Pack all shards where they lie; return why it cannot be, having changed nothing."""
         engine, store = self._engine, self._raw_store
         cuts = []
-        for number, raw in enumerate(self._raw_shards):
-            taken = self._coder.measure(store.whole(number), self._tensors(number))
-            if taken > raw.nbytes:
-                return f"block {engine.layouts[number].name!r} does not get smaller"
-            cut = self._cut(number).measured(taken)
-            cuts.append(replace(cut, nbytes=min(cut.nbytes, raw.nbytes)))
         try:
+            for number, raw in enumerate(self._raw_shards):
+                taken = self._coder.measure(store.whole(number), self._tensors(number))
+                if taken > raw.nbytes:
+                    return f"block {engine.layouts[number].name!r} does not get smaller"
+                cut = self._cut(number).measured(taken)
+                cuts.append(replace(cut, nbytes=min(cut.nbytes, raw.nbytes)))
             largest = max(cut.decoded_nbytes for cut in cuts)
+            self._coder.reserve(largest, max(cut.nbytes for cut in cuts), packs=True)
             home = Slot.new(self._backend, -1, self._backend.empty(largest))
         except RuntimeError as error:
-            return f"there is no room on the device for a decoded block: {error}"
+            return _no_room("pack the blocks", error)
         packed = PackedStore(
             store, self._coder, engine.layouts, cuts, backend=self._backend, rank=0
         )
@@ -226,11 +236,19 @@ class PackedChoice:
         engine.change_form(packed, cuts, home)
         return None
 
-    def _unpack(self) -> None:
-        packed, store = self._engine.store, self._raw_store
+    def _unpack(self) -> str | None:
+        """Decode all shards where they lie; return why it cannot be, having changed nothing."""
+        engine, store = self._engine, self._raw_store
+        packed, cuts = engine.store, engine.shards
+        try:
+            largest = max(cut.decoded_nbytes for cut in cuts)
+            self._coder.reserve(largest, max(cut.nbytes for cut in cuts), packs=False)
+        except RuntimeError as error:
+            return _no_room("decode all blocks back", error)
         for number, raw in enumerate(self._raw_shards):
             store.write(number, 0, packed.whole(number)[: raw.nbytes])
-        self._engine.change_form(store, self._raw_shards, None)
+        engine.change_form(store, self._raw_shards, None)
+        return None
 
     def _stand_still(self) -> None:
         """Wait until nothing is copied, so that shards may change."""
@@ -243,6 +261,10 @@ class PackedChoice:
     def __repr__(self) -> str:
         """Show what was chosen, and why."""
         return f"PackedChoice({self.reason})"
+
+
+def _no_room(what: str, error: RuntimeError) -> str:
+    return f"there is no room on the device to {what}: {error}"
 
 
 def _elapsed(start: Event, end: Event) -> float | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dlo_core.packed import Joined, join, padded_row, write_index
+from dlo_core.packed import join, padded_row, write_index
 from dlo_core.packed_format import CHUNK_NBYTES, ENTRY_WORDS, RAW_TABLE, TABLE_WORDS, count_chunks
 from dlo_core.packed_read import PackedTensor
 from dlo_core.packed_torch import checksums
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PackedRow", "find_row"]
 
+# Chunks whose checksums are summed at once.
+_BATCH = 256
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
@@ -41,7 +44,7 @@ class _Part:
 
     @property
     def index(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Entries and tables; the checksums of raw chunks are not known yet."""
+        """Entries and tables; the checksums of what is read as it is are not known yet."""
         if self.chunks is not None:
             return self.chunks.entries, self.chunks.tables
         return _raw_entries(count_chunks(self.stop - self.start))
@@ -63,11 +66,15 @@ def find_row(
     wanted = [source for source in sources.values() if isinstance(source, StoredTensor)]
     if not any(stored.values()) or not wanted:
         return None
-    parts = []
+    parts, at = [], 0
     for spec in layout.tensors:
         source, tensor = sources[spec.name], stored[spec.name]
         if tensor is None and isinstance(source, StoredTensor) and source.packed:
             return None
+        if spec.offset != at:
+            # Tensors that are aligned to more than a chunk have chunks of no tensor between them.
+            return None
+        at = spec.offset + count_chunks(spec.nbytes) * CHUNK_NBYTES
         start, stop = max(spec.offset, low), min(spec.offset + spec.nbytes, high)
         if start < stop:
             start, stop = start - spec.offset, stop - spec.offset
@@ -104,11 +111,13 @@ class PackedRow:
         made = self._made
         row = padded_row(made)
         memory, work, at = memory_of(row), Work(), made.header.index_nbytes
+        first, plain = 0, []
         for part in self._parts:
             if part.chunks is None:
                 nbytes = count_chunks(part.stop - part.start) * CHUNK_NBYTES
                 out = memory[at : at + part.stop - part.start]
                 work.add(part.source, part.spec, part.start, out)
+                plain.append((first, row[at : at + nbytes]))
             else:
                 assert isinstance(part.source, StoredTensor)
                 nbytes = part.chunks.nbytes
@@ -117,8 +126,14 @@ class PackedRow:
                 out = memory[at : at + nbytes]
                 work.add_extent(part.source.checkpoint, stored, offset, out)
             at += nbytes
+            first += count_chunks(part.stop - part.start)
         work.run(threads=threads)
-        _note_checksums(made, row)
+        # The file has the checksums of its own chunks, which tell whether these are damaged.
+        for start, run in plain:
+            batches = run.view(torch.int32).view(-1, CHUNK_NBYTES // 4).split(_BATCH)
+            for number, words in enumerate(batches):
+                found = start + number * _BATCH
+                made.entries[found : found + len(words), 3] = checksums(words)
         write_index(made, row)
         return row
 
@@ -139,12 +154,3 @@ def _raw_entries(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     # The same bits as a signed number.
     entries[:, 2] = (RAW_TABLE << 16) - (1 << 32)
     return entries, torch.empty(0, TABLE_WORDS, dtype=torch.int32)
-
-
-def _note_checksums(made: Joined, row: torch.Tensor) -> None:
-    """Put the checksums of raw chunks into their entries."""
-    words = row[: row.numel() // 4 * 4].view(torch.int32)
-    raw = torch.nonzero((made.entries[:, 2] >> 16) & RAW_TABLE == RAW_TABLE)[:, 0]
-    for number in raw.tolist():
-        start = (int(made.entries[number, 0]) & 0xFFFFFFFF) * 4
-        made.entries[number, 3] = checksums(words[start : start + CHUNK_NBYTES // 4].view(1, -1))[0]

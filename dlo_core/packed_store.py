@@ -105,7 +105,8 @@ class PackedStore(HostStore):
             ) from error
         for at, part in self._inner.parts(index):
             stop = min(at + part.nbytes, room)
-            self._backend.copy(part[: stop - at], row[at:stop])
+            if at < stop:
+                self._backend.copy(part[: stop - at], row[at:stop])
         self._backend.current_stream().synchronize()
 
     def put(self, index: int, row: torch.Tensor) -> None:
@@ -135,6 +136,10 @@ class PackedStore(HostStore):
 
     def write(self, index: int, start: int, data: torch.Tensor) -> None:
         """Overwrite bytes of this rank's part of block ``index``; ``flush`` makes it so."""
+        if self.part[0]:
+            # Memory that the node's ranks have in common is written by the first of them, so it
+            # may be changing.
+            return
         if self._dirty is None or self._dirty[0] != index:
             self.flush()
             self._dirty = index, self.whole(index)
@@ -148,9 +153,8 @@ class PackedStore(HostStore):
             UseError: It takes more bytes than there are.
         """
         dirty, self._dirty = self._dirty, None
-        # Memory that the node's ranks have in common is written by one of them.
         try:
-            if dirty is not None and self.part[0] == 0:
+            if dirty is not None:
                 self.pack(*dirty)
         finally:
             self._coder.release()

@@ -48,13 +48,23 @@ def state_of(process: ProcessName, me: ProcessName) -> str:
     if not me.node or process.node != me.node:
         return ""
     fields = _stat(process.pid)
+    if fields is None:
+        return ""
     if not fields or fields[_STARTED] != process.started or fields[0] in "ZX":
         return "gone"
     return "stopped" if fields[0] in "Tt" else "running"
 
 
-def _stat(pid: int) -> list[str]:
-    """Return the fields behind the process's name, or nothing when there is no such process."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return []
+def _stat(pid: int) -> list[str] | None:
+    """Return the fields behind the process's name; none: there is no such process; None: unknown.
+
+    The name may be any bytes, also half a character.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    # This process has no more files to open, say: that says nothing of the other.
+    except OSError:
+        return None
+    return text.rpartition(b")")[2].decode("ascii").split()

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from dlo_core.store_line import StoreGone
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -66,6 +68,7 @@ def meet(store: StoreLine, members: Sequence[int], rank: int, timeout_s: float) 
 
     Raises:
         MissingRanks: Somebody did not come in time.
+        StoreSilent: The store did not answer.
     """
     place = "dlo/meet/" + "-".join(map(str, members))
     deadline = time.monotonic() + timeout_s
@@ -104,6 +107,9 @@ def _follow(store: StoreLine, place: str, rank: int, deadline: float) -> str:
     while time.monotonic() < deadline + 4 * _POLL_S:
         try:
             store.wait([answer], timedelta(seconds=_POLL_S))
+        # There will be no answer.
+        except StoreGone:
+            raise
         except RuntimeError:
             continue
         text: str = store.get(answer).decode()

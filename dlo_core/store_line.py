@@ -23,14 +23,22 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-__all__ = ["StoreLine", "StoreSilent"]
+__all__ = ["StoreGone", "StoreLine", "StoreSilent"]
 
 T = TypeVar("T")
 _EXIT_S = 1.0
+_BROKEN = (
+    "the connection to the store of the job broke: the process that keeps it (the launcher, or "
+    "global rank 0) ended ({})"
+)
 
 
 class StoreSilent(RuntimeError):
     """Raised when the job's store did not answer in time."""
+
+
+class StoreGone(StoreSilent):
+    """Raised when the job's store will never answer again."""
 
 
 class StoreLine:
@@ -53,8 +61,9 @@ class StoreLine:
         """Return what ``work`` returns when it is given the store.
 
         Raises:
-            StoreSilent: The store did not answer in time, or the line is closed.
-            RuntimeError: The store is gone.
+            StoreSilent: The store did not answer in time.
+            StoreGone: The connection broke, or the line is closed.
+            RuntimeError: What ``work`` raised, in a line.
         """
         limit_s = self._patience_s if timeout_s is None else timeout_s
         call = _Call(work)
@@ -121,13 +130,15 @@ class _Call:
                 self.result = work(store)
         except Exception as error:  # whichever kind of store it is
             there = not isinstance(error, dist.DistNetworkError)
-            self.error = RuntimeError(str(error))
+            # Behind the first line torch tells where in its own code it happened.
+            text = str(error).partition("\n")[0]
+            self.error = RuntimeError(text) if there else StoreGone(_BROKEN.format(text))
         del work
         self.done.set()
         return there
 
     def drop(self) -> None:
-        self.error = StoreSilent("the connection to the store of the job is closed or broken")
+        self.error = StoreGone("the connection to the store of the job is closed or broken")
         self.done.set()
 
 

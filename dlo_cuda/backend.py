@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dlo_core.accelerator import AcceleratorBackend
+from dlo_core.accelerator import AcceleratorBackend, device_index
 from dlo_core.errors import BackendError
 from dlo_core.interface import Capabilities
-from dlo_cuda.availability import check_built, number_of
+from dlo_cuda.availability import check_built
 from dlo_cuda.copies import CopyCollective, copies_options, copies_refusal
 from dlo_cuda.cudart import load_runtime
 from dlo_cuda.pinned import SlabAllocator
@@ -144,11 +144,12 @@ def make_backend(device: str) -> CudaBackend:
         BackendError: This torch is not built for CUDA, or there is no such device.
     """
     check_built(device)
-    # is_available() would leave a process that forks without CUDA in its children.
-    number = number_of(device, torch.cuda.device_count())
-    if number is None:
-        # Asking for the current device would start CUDA, which a look at the backends must not.
-        number = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    number = device_index(
+        torch.cuda,
+        device,
+        kind="CUDA devices",
+        absent="torch sees no CUDA device (driver missing, or CUDA_VISIBLE_DEVICES hides them)",
+    )
     return _probe(torch.device("cuda", number), number)
 
 

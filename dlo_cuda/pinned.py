@@ -12,6 +12,7 @@ import mmap
 import os
 import resource
 import tempfile
+import threading
 import time
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -100,6 +101,7 @@ class SlabAllocator(PinnedAllocator):
         default = Path(tempfile.gettempdir()) / f"dlo-register-{os.getuid()}.lock"
         self._lock_path = lock_path or default
         self._split: weakref.WeakSet[HostRegistration] = weakref.WeakSet()
+        self._splitting = threading.Lock()
 
     def allocate(self, nbytes: int) -> PinnedSlab:
         """Return exactly ``nbytes`` page-locked zero bytes at the start of a page.
@@ -183,7 +185,9 @@ class SlabAllocator(PinnedAllocator):
                 f"{memory_limits()}; use host='pageable', more ranks, or raise the limit"
             ) from None
         if made.seams:
-            self._split.add(made)
+            with self._splitting:
+                # A new set: a copy of another thread may be going through the old one.
+                self._split = weakref.WeakSet((*self._split, made))
         return made
 
     def _how(self, start: int, stop: int, nbytes: int, readonly: bool) -> tuple[int, bool]:

@@ -355,7 +355,13 @@ def test_an_exchange_that_is_given_up_keeps_nobody_waiting() -> None:
         def enough() -> None:
             raise KeyboardInterrupt
 
+        def burn() -> None:
+            raise dlo.FillError("the disk burns", rank=0, block="blocks.0", fill=1)
+
         began = time.monotonic()
+        # What says why goes as it is.
+        with pytest.raises(dlo.FillError, match="the disk burns"):
+            agreement.exchange(1, "test", meanwhile=burn)
         with pytest.raises(KeyboardInterrupt):
             agreement.exchange(1, "test", meanwhile=enough)
         agreement.close()
@@ -366,6 +372,32 @@ def test_an_exchange_that_is_given_up_keeps_nobody_waiting() -> None:
         return took_s
 
     assert run_ranks(job, 2)[0] < 3
+
+
+def test_an_exchange_that_is_closed_under_way_stays_off_the_callers_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By another thread; without a group the second half would run over the default one."""
+
+    def job(rank: int) -> list[int]:
+        agreement = GroupAgreement(world(), 15)
+        gather = agreement._gather
+
+        def close_after(*args: Any) -> list[torch.Tensor]:
+            parts = gather(*args)
+            agreement.close()
+            return parts
+
+        if rank == 0:
+            monkeypatch.setattr(agreement, "_gather", close_after)
+        answers = agreement.exchange(rank, "test")
+        dist.barrier()
+        agreement.close()
+        with pytest.raises(dlo.AgreementError, match="control group is closed"):
+            agreement.exchange(rank, "test")
+        return answers
+
+    assert run_ranks(job, 2) == [[0, 1]] * 2
 
 
 # --- fills that never end -------------------------------------------------------------------------

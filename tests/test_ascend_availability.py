@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 availability = pytest.importorskip("dlo_ascend.availability")
+backend = pytest.importorskip("dlo_ascend.backend")
 npurt = pytest.importorskip("dlo_ascend.npurt")
 settings = pytest.importorskip("dlo_ascend.settings")
 
@@ -101,14 +102,13 @@ def test_the_pair_of_versions_is_checked_before_anything_is_imported(
         ("npu:x", 2, "there are 2 NPUs, 0 to 1"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(device: str, count: int, words: str) -> None:
+def test_a_device_that_is_not_there_is_refused(
+    device: str, count: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    npu = SimpleNamespace(device_count=lambda: count)
+    monkeypatch.setattr(backend, "import_torch_npu", lambda device: SimpleNamespace(npu=npu))
     with pytest.raises(BackendError, match=words):
-        availability.number_of(device, count)
-
-
-def test_a_device_may_be_named_with_or_without_its_number() -> None:
-    assert availability.number_of("npu", 2) is None
-    assert availability.number_of("npu:1", 2) == 1
+        backend.make_backend(device)
 
 
 def test_without_torch_npu_the_reason_names_the_release_to_install(

@@ -196,6 +196,23 @@ def test_a_copy_never_crosses_a_seam(runtime: FakeRuntime, monkeypatch: pytest.M
     assert slabs.cuts(source.data_ptr(), source.nbytes) == []
 
 
+def test_a_slab_may_be_made_while_another_thread_copies(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slabs = SlabAllocator(runtime, piece_nbytes=PAGE)
+    held = [slabs.allocate(2 * PAGE) for _ in range(2)]
+    original = registration.HostRegistration.seams_in
+
+    def seams_in(self: Any, address: int, nbytes: int) -> tuple[int, ...]:
+        # What the other thread does in the middle of this one's look.
+        held.append(slabs.allocate(2 * PAGE))
+        return original(self, address, nbytes)
+
+    monkeypatch.setattr(registration.HostRegistration, "seams_in", seams_in)
+    assert slabs.cuts(held[0].tensor.data_ptr(), 2 * PAGE) == [PAGE]
+    assert len(held) == 4
+
+
 @pytest.mark.parametrize("fail_at", [0, 1, 2])
 def test_a_refusal_half_way_unlocks_what_was_locked_and_drains_the_error(
     fail_at: int, tmp_path: Path

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from dlo_core.accelerator import device_index
 from dlo_core.errors import BackendError
 
 settings = pytest.importorskip("dlo_cuda.settings")
-from dlo_cuda import availability  # noqa: E402
-from dlo_cuda.backend import CudaBackend  # noqa: E402
+from dlo_cuda.backend import CudaBackend, make_backend  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,14 +27,30 @@ if TYPE_CHECKING:
         ("cuda:x", 2, "there are 2 CUDA devices, 0 to 1"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(device: str, count: int, words: str) -> None:
+def test_a_device_that_is_not_there_is_refused(
+    device: str, count: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     with pytest.raises(BackendError, match=words):
-        availability.number_of(device, count)
+        make_backend(device)
 
 
-def test_a_device_may_be_named_with_or_without_its_number() -> None:
-    assert availability.number_of("cuda", 2) is None
-    assert availability.number_of("cuda:1", 2) == 1
+@pytest.mark.parametrize(
+    ("device", "started", "index"),
+    [("cuda:1", False, 1), ("cuda:1", True, 1), ("cuda", False, 0), ("cuda", True, 2)],
+)
+def test_a_device_without_a_number_is_the_current_one_if_any_was_started(
+    device: str, started: bool, index: int
+) -> None:
+    def current_device() -> int:
+        assert started, "asking for it would start it"
+        return 2
+
+    module = SimpleNamespace(
+        device_count=lambda: 3, is_initialized=lambda: started, current_device=current_device
+    )
+    assert device_index(module, device, kind="CUDA devices", absent="") == index
 
 
 def test_a_backend_tells_its_settings_and_starts_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 from dataclasses import replace
 from typing import Any
 
@@ -136,3 +138,30 @@ def test_the_system_knows_processes_of_this_node_only() -> None:
     assert state_of(me, me) == "running"
     assert state_of(replace(me, started="0"), me) == "gone"
     assert state_of(replace(me, node="elsewhere"), me) == ""
+
+
+def test_a_process_that_cannot_be_asked_about_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when this process has no more files to open."""
+
+    def refuse(path: object) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    me = this_process()
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    assert state_of(me, me) == ""
+    monkeypatch.undo()
+    assert state_of(replace(me, pid=2**22 + 1), me) == "gone"
+
+
+def test_the_name_of_a_process_may_be_any_bytes() -> None:
+    """The system cuts a name after 15 bytes, which may be within a character."""
+    set_name, get_name = 15, 16
+    libc, before = ctypes.CDLL(None), ctypes.create_string_buffer(16)
+    libc.prctl(get_name, before, 0, 0, 0)
+    libc.prctl(set_name, b"rank) S \xc3", 0, 0, 0)
+    try:
+        me = this_process()
+        assert me.started
+        assert state_of(me, me) == "running"
+    finally:
+        libc.prctl(set_name, before, 0, 0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from dataclasses import replace
@@ -24,6 +25,7 @@ import dlo_core as dlo
 from dlo_core import mapped, staging
 from dlo_core.checkpoint import Checkpoint
 from dlo_core.feed import DirectFeed
+from dlo_core.registration import HostRegistration
 from dlo_core.source import ModuleTensor
 from dlo_core.testing import GlooAgreement, Recorder, SimAgreement, SimBackend, World
 from dlo_core.transfer import InPlaceTransfer, LocalTransfer, StagedTransfer, Transfer
@@ -313,6 +315,55 @@ def test_pages_that_the_device_can_lock_are_copied_from_where_they_lie(
             del offloaded, mine
 
     run_ranks(body, 1 if way == "local" else 2)
+
+
+class Driver:
+    """Locks nothing, and notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def host_register(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append("lock")
+        return 0
+
+    def host_unregister(self, address: int) -> int:
+        self.calls.append("unlock")
+        return 0
+
+    def take_error(self) -> int:
+        return 0
+
+    def describe(self, code: int) -> str:
+        return ""
+
+    def synchronize(self) -> int:
+        self.calls.append("rest")
+        return 0
+
+
+@pytest.mark.parametrize("end", ["forget", "shutdown"])
+def test_pages_of_a_forgotten_model_stay_locked_until_the_device_rests(
+    end: str, checkpoint: Path
+) -> None:
+    """The copies of the next pass are under way; who closes an offload has waited for them."""
+    backend, driver = PinningBackend(readonly_registration=True), Driver()
+
+    def register(memory: torch.Tensor, *, readonly: bool = False) -> HostRegistration:
+        return HostRegistration(driver, memory.data_ptr(), memory.nbytes, keep=memory)
+
+    backend.counted.register = register  # type: ignore[assignment]
+    model = make_toy(5)
+    offloaded = start(model, checkpoint, backend)
+    with torch.inference_mode():
+        model(inputs())
+    if end == "shutdown":
+        offloaded.shutdown()
+    del offloaded, model
+    gc.collect()
+    locks = driver.calls.count("lock")
+    ends = ["unlock"] if end == "shutdown" else ["rest", "unlock"]
+    assert driver.calls == ["lock"] * locks + ends * locks
 
 
 def test_pages_that_cannot_be_locked_go_through_staging(checkpoint: Path) -> None:

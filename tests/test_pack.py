@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -101,9 +102,31 @@ def test_a_folder_with_an_index_is_copied_whole(tmp_path: Path) -> None:
     assert (made.path / "config.json").exists()
     with pytest.raises(ConfigError, match="exists"):
         pack_checkpoint(folder)
+    with pytest.raises(ConfigError, match="for a folder or an index is a folder"):
+        pack_checkpoint(folder, tmp_path / "out.safetensors")
     with pytest.raises(CheckpointError, match="packed already"):
         pack_checkpoint(made.path, tmp_path / "again")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["transformer", "transformer-packed"]
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+def test_files_in_folders_below_the_index_keep_their_places(
+    tmp_path: Path, by_index: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    (folder / "below").mkdir(parents=True)
+    weight_map = {"big": "below/a.safetensors", "float": "a.safetensors"}
+    for name, file in weight_map.items():
+        save_file({name: tensors()[name]}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    monkeypatch.chdir(tmp_path)
+    made = pack_checkpoint(index.relative_to(tmp_path) if by_index else "model")
+    assert made.num_packed == 1
+    with Checkpoint.open(made.path) as checkpoint:
+        whole = tensors()["big"].flatten().view(torch.uint8)
+        assert torch.equal(read(checkpoint, "big", 0, len(whole)), whole)
+        assert set(checkpoint.tensors) == set(weight_map)
 
 
 @pytest.mark.parametrize("at", [70, 2000, 12000])
@@ -147,6 +170,13 @@ def test_a_failure_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(CheckpointError, match="No space left"):
         pack_checkpoint(source)
     assert [p.name for p in source.parent.iterdir()] == [source.name]
+
+
+def test_what_another_process_of_the_same_number_writes_is_left_alone(source: Path) -> None:
+    other = source.with_name(f".model-packed.safetensors.{os.getpid()}.part")
+    other.write_bytes(b"half")
+    assert pack_checkpoint(source).num_packed == 1
+    assert other.read_bytes() == b"half"
 
 
 def test_the_command_says_what_it_did(source: Path) -> None:

@@ -93,6 +93,65 @@ def test_no_switch_changes_a_bit(settings: dict[str, Any], monkeypatch: pytest.M
     assert all(same_bits(model.state_dict()[k], v) for k, v in resident.state_dict().items())
 
 
+def test_shards_that_lie_in_several_parts_change_their_form_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.set_num_threads(1)
+    told = Told(monkeypatch)
+    monkeypatch.setattr("dlo_core.arena._rounds", lambda *_: True)
+    monkeypatch.setattr("dlo_core.arena.cut", lambda nbytes: [8192] * -(-nbytes // 8192))
+    model = Model(3)
+    resident = twin(model)
+    offloaded = dlo.offload(model, device="cpu", packed="auto")
+    for compute, packed in ((0.0, True), (300.0, False)):
+        told.compute = compute
+        for _ in range(5):
+            with torch.inference_mode():
+                assert torch.equal(model(data()), resident(data()))
+        assert (offloaded.stats().packed_ratio is not None) is packed
+    offloaded.disable()
+    assert all(same_bits(model.state_dict()[k], v) for k, v in resident.state_dict().items())
+
+
+def test_a_device_without_room_keeps_the_form_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    told = Told(monkeypatch)
+    real, left = CpuBackend.empty, [0]
+
+    def empty(self: CpuBackend, nbytes: int) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("no memory for this")
+        return real(self, nbytes)
+
+    model = Model(3)
+    resident = twin(model)
+
+    def passes(offloaded: dlo.LayerwiseOffload, count: int) -> str:
+        for _ in range(count):
+            with torch.inference_mode():
+                assert torch.equal(model(data()), resident(data()))
+        return offloaded.stats().packed_reason or ""
+
+    no_room = "there is no room on the device to"
+    for room in range(20):
+        told.compute = 0.0
+        offloaded = dlo.offload(model, device="cpu", packed="auto")
+        with monkeypatch.context() as patched:
+            left[0] = room
+            patched.setattr(CpuBackend, "empty", empty)
+            reason = passes(offloaded, 5)
+            if reason.startswith("packed"):
+                told.compute, left[0] = 300.0, 1
+                assert passes(offloaded, 5).startswith(f"packed: {no_room}")
+        offloaded.disable()
+        if reason.startswith("packed"):
+            break
+        assert reason.startswith(f"raw: {no_room}")
+    # Two for the trial, and for packing those of a run, a row, a comparison and the decoded block.
+    assert room >= 6
+
+
 @pytest.mark.parametrize("packed", [False, True, "auto"])
 def test_an_engine_ends_with_its_last_user(packed: bool | str) -> None:
     torch.set_num_threads(1)

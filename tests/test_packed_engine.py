@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -203,6 +204,24 @@ def test_a_checkpoint_is_loaded_saved_and_restored(
     assert all(same_bits(saved[k], v) for k, v in expected.state_dict().items())
 
 
+def test_a_packed_file_is_right_where_tensors_are_aligned_to_more_than_a_chunk(
+    tmp_path: Path,
+) -> None:
+    torch.set_num_threads(1)
+    expected = Model(2)
+    save_file(expected.state_dict(), tmp_path / "model.safetensors")
+    path = pack_checkpoint(tmp_path / "model.safetensors").path
+    backend = CpuBackend()
+    backend.capabilities = replace(backend.capabilities, alignment=65536)
+    with torch.device("meta"):
+        model = Model(2)
+    offloaded = dlo.offload(model, device=backend, checkpoint=path, packed=True)
+    with torch.inference_mode():
+        assert torch.equal(model(data()), expected(data()))
+    offloaded.disable()
+    assert all(same_bits(model.state_dict()[k], v) for k, v in expected.state_dict().items())
+
+
 def test_a_packed_file_is_read_raw_too(tmp_path: Path) -> None:
     expected = Model(2)
     save_file(expected.state_dict(), tmp_path / "model.safetensors")
@@ -244,6 +263,20 @@ def test_ranks_of_a_node_share_one_packed_copy(tmp_path: Path) -> None:
     run_ranks(child, 2)
 
 
+def test_a_rank_does_not_read_shared_memory_that_another_one_writes() -> None:
+    torch.set_num_threads(1)
+    offloaded = dlo.offload(Model(2), device="cpu", packed=True)
+    assert offloaded.engine is not None
+    store = offloaded.engine.store
+    # As on the second of two ranks, with a shard that the first one has half written.
+    store.part = 1, 2
+    shard = store.parts(0)[0][1].fill_(0xEE)
+    store.write(0, 0, torch.zeros(8, dtype=torch.uint8))
+    store.flush()
+    assert bool((shard == 0xEE).all())
+    offloaded.shutdown()
+
+
 def test_damage_in_a_packed_file_is_noticed_while_loading(tmp_path: Path) -> None:
     save_file(Model(2).state_dict(), tmp_path / "model.safetensors")
     path = pack_checkpoint(tmp_path / "model.safetensors").path
@@ -256,6 +289,24 @@ def test_damage_in_a_packed_file_is_noticed_while_loading(tmp_path: Path) -> Non
         model = Model(2)
     with pytest.raises(DloError, match="damaged"):
         dlo.offload(model, device="cpu", checkpoint=path, packed=True)
+
+
+def test_damage_in_a_raw_chunk_of_a_packed_tensor_is_noticed_too(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model = nn.Sequential()
+    model.blocks = nn.ModuleList(nn.Linear(64, 640, dtype=torch.bfloat16) for _ in range(2))
+    model.dlo_blocks = ("blocks",)  # type: ignore[assignment]
+    noise = torch.randint(-32768, 32767, (64, 64), dtype=torch.int16).view(torch.bfloat16)
+    # One chunk of ten.
+    model.get_parameter("blocks.0.weight").data[64:128] = noise
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    path = pack_checkpoint(tmp_path / "model.safetensors").path
+    raw = bytearray(path.read_bytes())
+    at = raw.index(bytes(noise.view(torch.uint8).flatten().tolist()))
+    raw[at + 100] ^= 4
+    path.write_bytes(raw)
+    with pytest.raises(DloError, match=r"checksum of chunk \d+ .*damaged"):
+        dlo.offload(model.to("meta"), device="cpu", checkpoint=path, packed=True)
 
 
 def test_what_cannot_be_had_is_refused() -> None:

@@ -23,6 +23,8 @@ pytestmark = [
         not (_INTERPRETED or torch.cuda.is_available()), reason="needs a GPU, or the interpreter"
     ),
     pytest.mark.timeout(300),
+    # The interpreter's own, with newer NumPy.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
 ]
 
 

@@ -24,7 +24,8 @@ from dlo_core.accelerator import DeviceSeal
 from dlo_core.board import Board, Position
 from dlo_core.cpu import CpuBackend, GlooCollective
 from dlo_core.interface import Capabilities, Seal
-from dlo_core.store_line import StoreLine, StoreSilent
+from dlo_core.rendezvous import meet
+from dlo_core.store_line import StoreGone, StoreLine, StoreSilent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -318,6 +319,17 @@ def test_a_seal_spoils_what_the_device_had_not_computed(mode: Callable[[], Any])
     assert not others[1].isnan().any()
 
 
+def test_a_seal_spoils_what_a_model_made_in_an_inference_mode_of_its_own() -> None:
+    seal = DeviceSeal(torch.device("cpu"), torch.zeros((), dtype=torch.bool))
+    with torch.inference_mode():
+        out = torch.ones(3)
+    seal.apply([out])
+    assert torch.equal(out, torch.ones(3))
+    seal.give_up()
+    seal.apply([out])
+    assert out.isnan().all()
+
+
 class Ahead(CpuBackend):
     """A backend whose host is said to run ahead; it notes what the watch does."""
 
@@ -431,8 +443,8 @@ def test_shutdown_from_another_thread_ends_a_forward_that_waits() -> None:
 # --- the store ------------------------------------------------------------------------------------
 
 
-def test_a_store_that_is_stopped_is_an_error_in_time() -> None:
-    """Its client would wait for ever, and keep every other thread from it."""
+def start_store() -> tuple[int, int]:
+    """Start a process that keeps a store; return its number and the store's port."""
     ready, wanted = os.pipe()
     child = os.fork()
     if child == 0:
@@ -440,8 +452,16 @@ def test_a_store_that_is_stopped_is_an_error_in_time() -> None:
         os.write(wanted, str(store.port).encode())
         time.sleep(30)
         os._exit(0)
+    port = int(os.read(ready, 16))
+    os.close(ready)
+    os.close(wanted)
+    return child, port
+
+
+def test_a_store_that_is_stopped_is_an_error_in_time() -> None:
+    """Its client would wait for ever, and keep every other thread from it."""
+    child, port = start_store()
     try:
-        port = int(os.read(ready, 16))
         line = StoreLine(TCPStore("127.0.0.1", port, None, False), 0.4)
         line.set("a", "1")
         assert line.get("a") == b"1"
@@ -467,5 +487,22 @@ def test_a_store_that_is_stopped_is_an_error_in_time() -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        os.close(ready)
-        os.close(wanted)
+
+
+def test_a_store_that_is_gone_ends_the_wait_for_the_first_rank() -> None:
+    """However long ranks may take to come: nobody can answer any more."""
+    child, port = start_store()
+    line = StoreLine(TCPStore("127.0.0.1", port, None, False), 20.0)
+    asked = TCPStore("127.0.0.1", port, None, False)
+
+    def kill_once_asked() -> None:
+        asked.get("dlo/meet/0-1/ask/1")
+        os.kill(child, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_once_asked)
+    killer.start()
+    with pytest.raises(StoreGone, match=r"the launcher, or global rank 0\) ended"):
+        meet(line, (0, 1), 1, 20.0)
+    killer.join()
+    os.waitpid(child, 0)
+    line.close()
