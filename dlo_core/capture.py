@@ -175,7 +175,6 @@ def capture_pass(
     try:
         streamer.get_ready()
         _check_places(streamer.tape)
-        backend.synchronize()
         pool = engine.pool.twin(backend)
         transfer = engine.transfer.twin(pool)
         tape = streamer.tape.twin(pool, transfer)

@@ -89,6 +89,16 @@ def test_pinned_blocks_are_spread_over_the_ring() -> None:
     assert [n for n, tier in enumerate(tiers) if tier == "pinned"] == [3, 6, 9]
 
 
+@pytest.mark.parametrize("budget", [3, 8])
+def test_blocks_that_stay_are_pinned_last(budget: int) -> None:
+    """They are copied once; what the others leave of the budget is theirs."""
+    settings = {"pin_budget_bytes": budget * BLOCK, "resident_layers": 3}
+    with start(make_toy(N), PinningBackend(), **settings) as offloaded:
+        blocks = offloaded.stats().blocks
+    pinned = [block.resident for block in blocks if block.tier == "pinned"]
+    assert (len(pinned), sum(pinned)) == (budget, max(0, budget - (N - 3)))
+
+
 def test_ranks_with_different_tiers_gather_alike(tmp_path: Path) -> None:
     path = tmp_path / "toy.safetensors"
     save_file(make_toy(N).state_dict(), path)

@@ -38,6 +38,7 @@ from dlo_core.planner import simulate
 from dlo_core.residency import resident_positions
 from dlo_core.stats import BlockState
 from dlo_core.testing import GlooAgreement, SimBackend, World
+from dlo_core.testing.compute import Compute
 from dlo_core.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -257,6 +258,16 @@ def test_an_update_reaches_residents_that_are_there_and_those_that_are_not(size:
     assert all(everywhere(job, size))
 
 
+def test_an_update_reaches_a_packed_block_that_was_the_last_to_be_decoded() -> None:
+    """It alone computes, so its old values still lie decoded when the next pass begins."""
+    model, new = make_toy(1), make_toy(1, seed=1)
+    offloaded = start(model, resident_layers=1, packed=True)
+    check(model, make_toy(1))
+    offloaded.update_weights(new.state_dict())
+    check(model, new)
+    offloaded.shutdown()
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_values_are_read_while_residents_are_dropped(size: int, tmp_path: Path) -> None:
     def job(rank: int) -> bool:
@@ -460,6 +471,30 @@ def test_ranks_that_differ_are_told() -> None:
     assert all(run_ranks(job, 2))
 
 
+def test_ranks_at_different_places_are_told() -> None:
+    """One has begun a pass by a block, so loads would come between other fills there."""
+
+    def job(rank: int) -> bool:
+        model = make_toy(N)
+        reference = twin(model)
+        offloaded = start(model, resident_layers=2, **STAGE)
+        x = inputs()
+        with torch.inference_mode():
+            if rank == 0:
+                model.blocks[0](x)
+            for call in (offloaded.offload_resident_layers, offloaded.load_resident_layers):
+                with pytest.raises(dlo.AgreementError, match="differ in open pass of model 0"):
+                    call()
+            if rank == 1:
+                model.blocks[0](x)
+        offloaded.offload_resident_layers()
+        check(model, reference, rank)
+        offloaded.shutdown()
+        return True
+
+    assert all(run_ranks(job, 2))
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_device_memory_that_cannot_be_had_is_an_error_on_every_rank(size: int) -> None:
     """Nothing was loaded, and once there is memory everything goes on."""
@@ -561,6 +596,26 @@ def test_a_load_that_fails_gives_host_memory_back_behind_copies_under_way(
     assert said == ["copied", "given back"]
 
 
+@pytest.mark.parametrize("by", ["the call", "a forward"])
+def test_an_interrupted_load_closes_the_offload(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much of it is queued is unknown, and the other ranks have queued all."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = make_toy(N)
+    offloaded = start(model, resident_layers=2, **STAGE)
+    offloaded.offload_resident_layers()
+    call = offloaded.load_resident_layers if by == "the call" else partial(model, inputs())
+    monkeypatch.setattr(Transfer, "load", interrupt)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        call()
+    assert offloaded.failed
+    with torch.no_grad(), pytest.raises(dlo.UseError, match="failed earlier and is closed"):
+        model(inputs())
+    offloaded.shutdown()
+
+
 def test_neither_call_is_for_the_middle_of_a_pass() -> None:
     model = make_toy(N)
     with start(model, resident_layers=2, **STAGE) as offloaded:
@@ -633,6 +688,25 @@ def run_reusing(world: World) -> list[torch.Tensor]:
     offloaded.shutdown()
     wrong = [a for a, b in zip(got, wanted, strict=True) if not torch.equal(a, b)]
     return wrong + ([] if bool((kept == 1).all()) else [kept])
+
+
+def test_memory_is_let_go_behind_the_computation_that_reads_it() -> None:
+    """Which is queued, and has not run when they are dropped; whoever comes next writes at once."""
+    model = Program(N)
+    reference = twin(model)
+    backend = SimBackend(host_ahead=True)
+    offloaded = dlo.offload(model, device=backend, resident_layers=2, **STAGE)
+    assert offloaded.engine is not None
+    buffers = [slot.buffer for slot in offloaded.engine.pool.residents.values()]
+    with torch.no_grad():
+        with Compute(backend):
+            out = model(inputs())
+        offloaded.offload_resident_layers()
+        for buffer in buffers:
+            buffer.fill_(255)
+        backend.synchronize()
+        assert torch.equal(out, reference(inputs()))
+    offloaded.shutdown()
 
 
 @pytest.mark.parametrize("mode", MODES)
