@@ -208,8 +208,7 @@ class _Worker:
         self._error: BaseException | None = None
         self._stopping = False
         self.thread = threading.Thread(target=self._loop, name=f"dlo-{name}", daemon=True)
-        self.thread.start()
-        _at_exit.add(self)
+        _at_exit.start(self)
 
     def put(self, work: list[Callable[[], object]]) -> None:
         if not self.thread.is_alive():

@@ -41,9 +41,10 @@ class JoinedAtExit:
         atexit.register(self.stop)
         os.register_at_fork(after_in_child=self._loops.clear)
 
-    def add(self, loop: _Loop) -> None:
-        """Have ``loop`` stopped at exit; its thread runs."""
+    def start(self, loop: _Loop) -> None:
+        """Start the thread of ``loop``, which is stopped at exit."""
         self._loops.add(loop)
+        loop.thread.start()
 
     def stop(self) -> None:
         """Stop and join them all."""

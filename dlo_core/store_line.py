@@ -150,8 +150,7 @@ class _Loop:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._ended = False
         self.thread = threading.Thread(target=self._run, name="dlo-store", daemon=True)
-        self.thread.start()
-        _at_exit.add(self)
+        _at_exit.start(self)
 
     def put(self, call: _Call) -> None:
         self._calls.put(call)

@@ -115,8 +115,7 @@ class _Loop:
         self._stopped = threading.Event()
         name = f"dlo-worker-{next(_numbers)}"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
-        _at_exit.add(self)
+        _at_exit.start(self)
 
     def is_stopping(self) -> bool:
         return self._stopped.is_set()
