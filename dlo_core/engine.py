@@ -16,12 +16,13 @@ from dlo_core.agreement import LoneAgreement
 from dlo_core.attributes import find_attributes
 from dlo_core.binding import BlockBinding
 from dlo_core.coder import codec_of
-from dlo_core.errors import AgreementError, UseError
+from dlo_core.errors import UseError
 from dlo_core.footprint import decoded_nbytes, plan_ring, resident_numbers
 from dlo_core.hooks import Hooks
 from dlo_core.layout import BlockLayout
 from dlo_core.loader import count_shard_nbytes, load_blocks, load_packed, load_shards
 from dlo_core.packed_store import PackedStore
+from dlo_core.pass_agreement import PassAgreement
 from dlo_core.progress import LoadProgress, reporting
 from dlo_core.readback import ReadBack
 from dlo_core.refresh import new_tensors, spec_of
@@ -29,7 +30,7 @@ from dlo_core.remainder import Remainder, remainder_run
 from dlo_core.residents import ResidentBlocks
 from dlo_core.restore import give_back, give_back_meta, let_go, tensor_from
 from dlo_core.salvage import Salvage, fingerprint, keep_remainders
-from dlo_core.shard import trailers_nbytes
+from dlo_core.shard import ShardPlan, trailers_nbytes
 from dlo_core.slots import Pool
 from dlo_core.source import ModuleTensor
 from dlo_core.state import ModelState
@@ -45,6 +46,7 @@ from dlo_core.transfer import (
     StagedTransfer,
     Transfer,
     TravellingBlock,
+    UnpackEach,
     expected_trailers,
 )
 from dlo_core.watch import Watch
@@ -58,9 +60,9 @@ if TYPE_CHECKING:
     from dlo_core.interface import Backend, Collective
     from dlo_core.packed_cut import PackedCut
     from dlo_core.plan import ModelPlan
-    from dlo_core.shard import ShardPlan
     from dlo_core.slots import Slot
     from dlo_core.tape import Agree
+    from dlo_core.transfer import Unpack
 
 __all__ = ["Engine"]
 
@@ -115,6 +117,7 @@ class Engine:
         self.store = store
         self.shares = shares
         self._load_threads = config.load_threads
+        self._may_change = config.packed == "auto"
         hosts = [remainder_run(plan.remainder.nbytes) for plan in plans]
         self._kept = kept
         self._load(digest, progress, hosts)
@@ -181,8 +184,9 @@ class Engine:
             slot_nbytes=ring.slot_nbytes,
             num_stages=ring.num_stages,
             stage_nbytes=ring.stage_nbytes,
+            # Where the form may change, they get their memory together.
             residents={
-                number: self.shards[number].padded_nbytes
+                number: 0 if self._may_change else self.shards[number].padded_nbytes
                 for number in resident_numbers(self.plans, self._residents)
             },
             decoded_nbytes=decoded_nbytes(self.plans),
@@ -213,12 +217,15 @@ class Engine:
         if self.collective.size == 1:
             return LocalTransfer(self._backend, self.pool, self.blocks, home=home, feed=feed)
         kind = StagedTransfer if config.stages else InPlaceTransfer
+        unpack: Unpack = PackedUnpack() if packed else RawUnpack(self._backend)
+        if self._may_change:
+            unpack = UnpackEach(self._backend)
         return kind(
             self._backend,
             self.pool,
             self.blocks,
             collective=self.collective,
-            unpack=PackedUnpack() if packed else RawUnpack(self._backend),
+            unpack=unpack,
             home=home,
             feed=feed,
         )
@@ -245,6 +252,9 @@ class Engine:
                 bindings={n: bindings[n - first] for n in numbers if n in self.pool.residents},
                 agreement=agreement if self.transfer.gathers else LoneAgreement(),
                 timeout_s=self._timeout_s,
+                run_nbytes=(
+                    {n: self.shards[n].padded_nbytes for n in numbers} if self._may_change else None
+                ),
             )
             tape = Tape(
                 [number for number in numbers if number not in self.pool.residents],
@@ -318,19 +328,28 @@ class Engine:
         self.choice = choice
 
     def change_form(
-        self, store: HostStore, shards: Sequence[ShardPlan | PackedCut], decoded: Slot | None
+        self,
+        store: HostStore,
+        shards: Sequence[ShardPlan | PackedCut],
+        decoded: Slot | None,
+        orders: Sequence[Sequence[int]],
     ) -> None:
         """Let the same values travel in another form; between two passes, nothing is under way.
+
+        All ranks that gather alike.
 
         Args:
             store: Has them in that form.
             shards: How the blocks are cut in it.
-            decoded: Where they compute if they are packed.
+            decoded: Where packed blocks compute; None: none is packed.
+            orders: Of each model, the ring order from now on; a block that is not in it stays, in
+                the memory of those that stay now.
         """
         if self.pool.decoded is not None:
             for streamer in self.streamers:
                 for binding in streamer.bindings:
                     binding.forget(self.pool.decoded)
+        changed = [n for n, shard in enumerate(shards) if shard != self.shards[n]]
         self.store, self.shards, self.pool.decoded = store, list(shards), decoded
         for number, shard in enumerate(self.shards):
             # The transfer has this list.
@@ -340,10 +359,29 @@ class Engine:
         self.transfer.use(home)
         for state in self.states:
             state.readback.use(store)
-        for streamer in self.streamers:
-            streamer.tape.forget()
-            streamer.guarded(streamer.residents.renew, streamer.residents.numbers)
+        for streamer, order in zip(self.streamers, orders, strict=True):
+            if tuple(order) == streamer.tape.order:
+                streamer.tape.forget()
+                self._mark_raw()
+                streamer.guarded(streamer.residents.renew, changed)
+            else:
+                streamer.tape.restart(order)
+                self._restock(streamer, frozenset(order))
         self.pool.owner.prefetch()
+
+    def _restock(self, streamer: Streamer, streamed: frozenset[int]) -> None:
+        """Let those blocks of a model stay that are not ``streamed``."""
+        first = streamer.first_block
+        staying = [n for n in range(first, first + len(streamer.names)) if n not in streamed]
+        bindings = {n: streamer.bindings[n - first] for n in staying}
+        nbytes = {n: self.shards[n].padded_nbytes for n in staying}
+        streamer.guarded(streamer.residents.restock, bindings, nbytes)
+        self._mark_raw()
+
+    def _mark_raw(self) -> None:
+        """Let raw blocks that stay compute where they lie."""
+        for number, slot in self.pool.residents.items():
+            slot.raw = isinstance(self.shards[number], ShardPlan)
 
     def load_residents(self) -> None:
         """Load the blocks that stay, and wait until they are there; still no model is touched.
@@ -384,6 +422,7 @@ class Engine:
     def device_nbytes(self) -> int:
         """Bytes that the offload holds on the device."""
         weights = self.pool.nbytes + self.pool.residents_nbytes
+        weights += sum(streamer.residents.spare_nbytes for streamer in self.streamers)
         return weights + self.remainder_nbytes + self.trailers_nbytes
 
     def next_wave(self) -> int:
@@ -629,7 +668,6 @@ def _tensors(layout: BlockLayout, run: torch.Tensor) -> list[torch.Tensor]:
 class Choice(Protocol):
     """The choice of the form in which weights travel."""
 
-    packed: bool
     reason: str
 
     def before_pass(self, streamer: Streamer) -> None:
@@ -658,31 +696,15 @@ class _AgreeOver:
 
     def __init__(self, agreement: Agreement, timeout_s: float, model: int, pool: Pool) -> None:
         self._agreement = agreement
-        self._timeout_s = timeout_s
+        self._passes = PassAgreement(agreement, pool, timeout_s)
         self._topic = f"fills of model {model}"
-        self._pool = pool
 
     def __call__(self, mine: FirstPass, serve: Callable[[int], None]) -> FirstPass:
         def meanwhile() -> None:
-            if self._pool.failure is not None:
-                raise self._pool.failure
             serve(self._agreement.announced(self._topic))
 
         what = "the ring order after the first pass"
-        try:
-            answers = self._agreement.exchange(mine, what, self._timeout_s, meanwhile=meanwhile)
-        except AgreementError as error:
-            if self._pool.explain is None:
-                raise
-            found = self._pool.explain(error.missing)
-            if found.kind == "nobody":
-                raise
-            missing = error.missing if found.culprit < 0 else (found.culprit,)
-            raise AgreementError(
-                f"{what}: the ranks could not agree within {self._timeout_s:g} s: {found.text}",
-                missing=missing,
-            ) from error
-        return agreed(answers)
+        return agreed(self._passes.exchange(mine, what, meanwhile))
 
     def announce(self, wanted: int) -> None:
         self._agreement.announce(self._topic, wanted)

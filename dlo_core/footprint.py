@@ -136,7 +136,7 @@ def decoded_nbytes(plans: Sequence[ModelPlan]) -> int:
 def _most_decoded(plans: Sequence[ModelPlan], config: OffloadConfig) -> int:
     """Return what ``decoded_nbytes`` is, or may become."""
     if config.packed == "auto":
-        return max(layout.nbytes for plan in plans for layout in plan.layouts)
+        return max(cut.padded_nbytes for plan in plans for cut in plan.shards)
     return decoded_nbytes(plans)
 
 

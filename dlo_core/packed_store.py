@@ -14,7 +14,7 @@ import torch
 from dlo_core.coder import TooLongError
 from dlo_core.errors import CheckpointError, UseError
 from dlo_core.host import HostStore
-from dlo_core.packed_cut import packed_tensors
+from dlo_core.packed_cut import PackedCut, packed_tensors
 from dlo_core.rawbytes import move_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dlo_core.host import HostBytes
     from dlo_core.interface import Backend
     from dlo_core.layout import BlockLayout
-    from dlo_core.packed_cut import PackedCut
+    from dlo_core.shard import ShardPlan
 
 __all__ = ["PackedStore"]
 
@@ -38,7 +38,7 @@ class PackedStore(HostStore):
         inner: HostStore,
         coder: Coder,
         layouts: Sequence[BlockLayout],
-        cuts: Sequence[PackedCut],
+        cuts: Sequence[ShardPlan | PackedCut],
         *,
         backend: Backend,
         rank: int,
@@ -46,10 +46,10 @@ class PackedStore(HostStore):
         """Put the parts together.
 
         Args:
-            inner: Holds the packed shards.
+            inner: Holds the shards.
             coder: Packs and decodes.
             layouts: Of all blocks.
-            cuts: How they are cut.
+            cuts: How they are cut; those blocks that are not cut to be packed stay raw.
             backend: Copies.
             rank: In the shard group.
         """
@@ -75,7 +75,7 @@ class PackedStore(HostStore):
         return self._inner.runs
 
     def parts(self, index: int) -> tuple[Part, ...]:
-        """Return the packed shard of block ``index``."""
+        """Return the shard of block ``index`` as it travels."""
         nbytes = self._cuts[index].nbytes
         return tuple(
             (at, part[: nbytes - at]) for at, part in self._inner.parts(index) if at < nbytes
@@ -89,6 +89,8 @@ class PackedStore(HostStore):
         """
         if self._dirty is not None and self._dirty[0] == index:
             return self._dirty[1]
+        if not isinstance(self._cuts[index], PackedCut):
+            return self._inner.whole(index)
         with self._named(index):
             return self._coder.decode(self._inner.whole(index))
 
@@ -99,6 +101,7 @@ class PackedStore(HostStore):
             UseError: It takes more bytes than there are.
         """
         cut = self._cuts[index]
+        assert isinstance(cut, PackedCut)
         room = cut.nbytes - cut.trailer_nbytes
         tensors = packed_tensors(self._layouts[index], cut, self._rank)
         try:
@@ -154,6 +157,9 @@ class PackedStore(HostStore):
         if self.part[0]:
             # Memory that the node's ranks have in common is written by the first of them, so it
             # may be changing.
+            return
+        if not isinstance(self._cuts[index], PackedCut):
+            self._inner.write(index, start, data)
             return
         if self._dirty is None or self._dirty[0] != index:
             self.flush()

@@ -172,7 +172,7 @@ def plan_model(
         model,
         inventory,
         layouts,
-        _cuts(layouts, size, alignment, packed=config.packed is True),
+        _cuts(layouts, size, alignment, packed=config.packed),
         BlockLayout.pack("", (_spec(item, sources) for item in inventory.remainder), alignment),
         sources,
         None if opened is None else opened.checkpoint,
@@ -183,9 +183,12 @@ def plan_model(
 
 
 def _cuts(
-    layouts: Sequence[BlockLayout], size: int, alignment: int, *, packed: bool
+    layouts: Sequence[BlockLayout], size: int, alignment: int, *, packed: bool | str
 ) -> tuple[ShardPlan | PackedCut, ...]:
-    if packed:
+    if packed == "auto":
+        # Raw shards that a rank can pack by itself later: they begin and end at a chunk.
+        alignment = max(alignment, CHUNK_NBYTES)
+    elif packed:
         return tuple(PackedCut.cut(layout.nbytes, size, alignment) for layout in layouts)
     return tuple(ShardPlan.cut(layout.nbytes, size, alignment) for layout in layouts)
 

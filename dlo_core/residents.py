@@ -13,14 +13,15 @@ import torch
 
 from dlo_core.errors import DloError, UseError
 from dlo_core.feed import FeedError
+from dlo_core.slots import Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from dlo_core.agreement import Agreement
     from dlo_core.binding import BlockBinding
     from dlo_core.interface import Backend
-    from dlo_core.slots import Pool, Slot
+    from dlo_core.slots import Pool
     from dlo_core.transfer import Transfer
 
 __all__ = ["MIXED", "ResidentBlocks"]
@@ -50,6 +51,7 @@ class ResidentBlocks:
         bindings: Mapping[int, BlockBinding],
         agreement: Agreement,
         timeout_s: float,
+        run_nbytes: Mapping[int, int] | None = None,
     ) -> None:
         """Take the parts; nothing is loaded.
 
@@ -60,6 +62,8 @@ class ResidentBlocks:
             bindings: Of those blocks of the model that stay, by block number.
             agreement: The ranks that gather together.
             timeout_s: How long they wait for each other.
+            run_nbytes: Bytes of each block, which get one run of memory together, for others may
+                stay there later; None: the slots have their memory, and keep its sizes.
         """
         self._backend = backend
         self._transfer = transfer
@@ -68,11 +72,26 @@ class ResidentBlocks:
         self._agreement = agreement
         self._timeout_s = timeout_s
         self._nbytes = {number: pool.residents[number].buffer.nbytes for number in bindings}
+        self._run: torch.Tensor | None = None
+        self._run_nbytes = 0
+        if run_nbytes is not None:
+            self._nbytes = {number: run_nbytes[number] for number in bindings}
+            self._run_nbytes = sum(self._nbytes.values())
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Their block numbers."""
         return tuple(self._bindings)
+
+    @property
+    def run_nbytes(self) -> int:
+        """Bytes of the run that they share; 0: each has its own memory."""
+        return self._run_nbytes
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes of that run on the device that none of them has."""
+        return 0 if self._run is None else self._run.nbytes - sum(self._nbytes.values())
 
     @property
     def state(self) -> str:
@@ -139,7 +158,31 @@ class ResidentBlocks:
         for number, binding in self._bindings.items():
             slot = self._pool.residents[number]
             binding.forget(slot)
-            slot.buffer = torch.empty(0, dtype=torch.uint8, device="meta")
+            slot.buffer = _no_bytes()
+        self._run = None
+
+    def restock(self, bindings: Mapping[int, BlockBinding], nbytes: Mapping[int, int]) -> None:
+        """Let other blocks stay from now on in the run of memory that there is; all ranks alike.
+
+        Args:
+            bindings: Theirs, by block number; nothing is under way, and no tape has them.
+            nbytes: Bytes of each; together at most those of the run.
+
+        Raises:
+            UseError: A rank has not the memory.
+            FeedError: A load could not be queued; the pool is closed.
+        """
+        was_loaded, run = self.loaded, self._run
+        self.drop()
+        self._run = run
+        kept = {n: slot for n, slot in self._pool.residents.items() if n not in self._bindings}
+        first = len(self._pool.slots)
+        made = {n: Slot.new(self._backend, first + n, _no_bytes(), stays=True) for n in bindings}
+        # Other threads read it.
+        self._pool.residents = kept | made
+        self._bindings, self._nbytes = dict(bindings), dict(nbytes)
+        if was_loaded:
+            self.load()
 
     def _allocate(self) -> None:
         made: list[tuple[Slot, torch.Tensor]] = []
@@ -147,7 +190,9 @@ class ResidentBlocks:
         try:
             for number, nbytes in self._nbytes.items():
                 slot = self._pool.residents[number]
-                if slot.buffer.nbytes != nbytes:
+                if self._run_nbytes:
+                    made.append((slot, self._carve(nbytes, after=made)))
+                elif slot.buffer.nbytes != nbytes:
                     made.append((slot, self._backend.empty(nbytes)))
         # Every rank must hear of it, whatever it is.
         except BaseException as error:
@@ -160,6 +205,7 @@ class ResidentBlocks:
         if failed:
             # Who catches the error would hold what was had.
             made.clear()
+            self._run = None
             raise UseError(
                 f"the resident layers need {sum(self._nbytes.values()):,} bytes, which cannot be "
                 f"had on {'; '.join(failed)}; free device memory and call again"
@@ -167,6 +213,17 @@ class ResidentBlocks:
         for slot, buffer in made:
             slot.buffer = buffer
 
+    def _carve(self, nbytes: int, *, after: Sequence[tuple[Slot, torch.Tensor]]) -> torch.Tensor:
+        """Return the next bytes of the run, which is allocated if it is not there."""
+        if self._run is None:
+            self._run = self._backend.empty(self._run_nbytes)
+        start = sum(buffer.nbytes for _, buffer in after)
+        return self._run[start : start + nbytes]
+
     def __repr__(self) -> str:
         """Show how many there are, and whether they are there."""
         return f"ResidentBlocks({len(self._bindings)}, {self.state})"
+
+
+def _no_bytes() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="meta")

@@ -36,6 +36,7 @@ class Slot:
         bound: How many calls of a block use it now.
         stays: Whether it belongs to one block, which stays in it.
         turn: How often it was filled.
+        raw: Whether its block computes in it even where others are decoded first.
     """
 
     index: int
@@ -50,6 +51,7 @@ class Slot:
     bound: int = 0
     stays: bool = False
     turn: int = 0
+    raw: bool = False
 
     @classmethod
     def new(
@@ -76,6 +78,7 @@ class Slot:
             copied=backend.new_event(),
             check=self.check,
             stays=self.stays,
+            raw=self.raw,
         )
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from dlo_core._version import __version__
-from dlo_core.agreement import agree_on
+from dlo_core.agreement import LoneAgreement, agree_on
 from dlo_core.binding import Placeholder
 from dlo_core.coder import Coder
 from dlo_core.collective import LoneCollective
@@ -28,6 +28,7 @@ from dlo_core.loader import measure_packed
 from dlo_core.machine import Machine
 from dlo_core.packed_choice import PackedChoice
 from dlo_core.packed_cut import PackedCut
+from dlo_core.pass_agreement import PassAgreement
 from dlo_core.plan import ModelPlan, plan_model
 from dlo_core.samples import files_of, own_values, sample_stored, sample_values
 from dlo_core.segment import Segment, SegmentMaker, receive
@@ -176,11 +177,6 @@ class Startup:
         for model in models:
             _check_model(model)
             _check_layouts(model, self._backend)
-        if self._config.packed == "auto" and self.gathers:
-            raise ConfigError(
-                "packed='auto' is for ranks that do not gather: a gathered block is cut in another "
-                "way when it is packed; use packed=True or False, or use_allgather=False"
-            )
         if len({id(model) for model in models}) < len(models):
             raise ConfigError("the same model was given twice")
         _check_disjoint(models)
@@ -397,7 +393,9 @@ class Startup:
         made.engine.prepare(self._agreement)
         if self._config.packed == "auto":
             coder = Coder(self._backend, verify=self._config.verify_packed)
-            made.engine.let_choose(PackedChoice(made.engine, coder, self._backend))
+            ranks = self._agreement if self.gathers else LoneAgreement()
+            passes = PassAgreement(ranks, made.engine.pool, self._config.timeout_s)
+            made.engine.let_choose(PackedChoice(made.engine, coder, self._backend, passes))
         if made.allotment.note:
             warnings.warn(made.allotment.note, DloWarning, stacklevel=2)
         return _with_host(decision, made)

@@ -142,7 +142,6 @@ class Tape:
         self._load = load
         self._name = name
         self._calls: list[int] | None = []
-        self._all_blocks = frozenset(order)
         self.open = False
         self.num_passes = 0
         self.num_fills = 0
@@ -151,6 +150,7 @@ class Tape:
 
     def _set_order(self, order: Sequence[int]) -> None:
         self.order = tuple(order)
+        self._all_blocks = frozenset(order)
         self.n = len(self.order)
         self.depth = min(len(self._pool.slots), self.n)
         self.base = self.pos = self.issued = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dlo_core.packed_cut import PackedCut
 from dlo_core.stats import BlockState, BlockStats, Stats
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _spans(engine: Engine, streamer: Streamer) -> Iterator[Span]:
             if moved:
                 lanes.append(("wait", times.wait_start, times.wait_end))
             start = times.wait_end
-            if engine.pool.decoded is not None:
+            if _is_packed(engine, number):
                 lanes.append(("decode", times.wait_end, times.decode_end))
                 start = times.decode_end
             lanes.append(("compute", start, times.compute_end))
@@ -111,13 +112,18 @@ def collect_stats(engine: Engine) -> Stats:
 def _packed_ratio(engine: Engine) -> float | None:
     if engine.pool.decoded is None:
         return None
-    packed = sum(shard.nbytes * shard.size for shard in engine.shards)
-    return packed / sum(layout.nbytes for layout in engine.layouts)
+    cuts = [(n, cut) for n, cut in enumerate(engine.shards) if isinstance(cut, PackedCut)]
+    packed = sum(cut.padded_nbytes for _, cut in cuts)
+    return packed / sum(engine.layouts[number].nbytes for number, _ in cuts)
+
+
+def _is_packed(engine: Engine, number: int) -> bool:
+    return isinstance(engine.shards[number], PackedCut)
 
 
 def _block_stats(engine: Engine, number: int, ran: bool, *, moved: bool) -> BlockStats:
     times, layout = engine.blocks[number].times, engine.layouts[number]
-    waited, decoded = ran and moved, ran and engine.pool.decoded is not None
+    waited, decoded = ran and moved, ran and _is_packed(engine, number)
     exposed_ms = (_elapsed(times.wait_start, times.wait_end) or 0.0) if waited else 0.0
     moved_ms = _moved_ms(engine, number) if moved else 0.0
     return BlockStats(

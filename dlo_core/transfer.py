@@ -66,6 +66,7 @@ __all__ = [
     "Transfer",
     "TravellingBlock",
     "Unpack",
+    "UnpackEach",
     "reached",
 ]
 
@@ -156,6 +157,18 @@ class PackedUnpack:
         if block.expected is not None:
             rows = slot.buffer[: plan.padded_nbytes].view(plan.size, plan.nbytes)
             slot.check.compare(rows[:, plan.nbytes - TRAILER_NBYTES :], block.expected)
+
+
+class UnpackEach:
+    """The unpack step where some gathered blocks are raw and others packed."""
+
+    def __init__(self, backend: Backend) -> None:
+        """Copy and compare on ``backend``."""
+        self._raw, self._packed = RawUnpack(backend), PackedUnpack()
+
+    def __call__(self, slot: Slot, block: TravellingBlock) -> None:
+        """Queue the block's own step."""
+        (self._raw if isinstance(block.plan, ShardPlan) else self._packed)(slot, block)
 
 
 class DecodedHome:
@@ -303,8 +316,8 @@ class Transfer(ABC):
         stream, times = self._backend.current_stream(), self._blocks[block].times
         stream.record_event(times.wait_start)
         waits = self._wait_for_load(slot, stream)
-        if self._home is not None:
-            self._home.enter(stream, slot, self._blocks[block])
+        if (home := self._home_of(slot)) is not None:
+            home.enter(stream, slot, self._blocks[block])
             return waits
         stream.record_event(times.wait_end)
         return waits
@@ -324,7 +337,11 @@ class Transfer(ABC):
 
     def home(self, slot: Slot) -> Slot:
         """Return what the block in ``slot`` computes from, once it is acquired."""
-        return slot if self._home is None else self._home.slot
+        home = self._home_of(slot)
+        return slot if home is None else home.slot
+
+    def _home_of(self, slot: Slot) -> DecodedHome | None:
+        return None if slot.raw else self._home
 
     def acquire(self, slot: Slot, block: int) -> None:
         """Let the current stream wait until ``slot`` is filled."""
@@ -346,8 +363,8 @@ class Transfer(ABC):
         """Say that the current stream's work so far is the last that reads ``slot``."""
         # See [Note: two events].
         stream = self._backend.current_stream()
-        if self._home is not None:
-            self._home.leave(stream)
+        if (home := self._home_of(slot)) is not None:
+            home.leave(stream)
         else:
             stream.record_event(slot.drained)
             slot.reader = stream

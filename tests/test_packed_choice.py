@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from toys import same_bits, twin
 import dlo_core as dlo
 from dlo_core.cpu import CpuBackend
 from dlo_core.errors import ConfigError
-from dlo_core.packed_choice import Figures, PackedChoice
+from dlo_core.packed_choice import PackedChoice
+from dlo_core.packed_figures import Figures, Form
 
 
 def figures(compute: float, link: float, decode: float = 10.0, ratio: float = 0.68) -> Figures:
@@ -25,22 +28,42 @@ def figures(compute: float, link: float, decode: float = 10.0, ratio: float = 0.
 def test_packing_is_for_passes_that_the_link_bounds() -> None:
     # Compute-bound, or nearly so: it would only add the decoding.
     for compute in (201.0, 195.0, 190.0):
-        assert not figures(compute, 200.0).wants_packed(packed=False)
+        assert figures(compute, 200.0).choose(Form.RAW) is Form.RAW
     for compute in (0.0, 50.0, 150.0, 180.0):
-        assert figures(compute, 200.0).wants_packed(packed=False)
+        assert figures(compute, 200.0).choose(Form.RAW) is Form.PACKED
     # A gain of less than the noise is no reason.
-    assert not figures(0.0, 200.0, ratio=0.98).wants_packed(packed=False)
+    assert figures(0.0, 200.0, ratio=0.98).choose(Form.RAW) is Form.RAW
     # Once packed, it stays so until it loses.
-    assert figures(189.0, 200.0).wants_packed(packed=True)
-    assert not figures(220.0, 200.0).wants_packed(packed=True)
+    assert figures(189.0, 200.0).choose(Form.PACKED) is Form.PACKED
+    assert figures(220.0, 200.0).choose(Form.PACKED) is Form.RAW
+
+
+def test_resident_blocks_are_packed_where_the_computation_has_room_for_them() -> None:
+    # 10 ms of decoding more, for a fifth of the link's bytes.
+    stay: dict[str, Any] = {"stay_decode_ms": 10.0, "spared": 0.2}
+    for form in Form:
+        assert replace(figures(50.0, 200.0), **stay).choose(form) is Form.ALL
+        assert replace(figures(195.0, 200.0), **stay).choose(form) is Form.RAW
+    # The link is the bound of packed weights; but for all, the computation would be.
+    tight = replace(figures(125.0, 200.0), **stay)
+    assert tight.choose(Form.RAW) is tight.choose(Form.PACKED) is Form.PACKED
+    assert tight.choose(Form.ALL) is Form.PACKED
+    # Where no block comes to stay, those that do are not decoded.
+    assert replace(figures(50.0, 200.0), stay_decode_ms=10.0).choose(Form.RAW) is Form.PACKED
+
+
+def test_ranks_that_gather_go_by_the_slowest_of_them() -> None:
+    mine = Figures(10.0, 50.0, 2.0, 0.6, 1.0, 0.3, (30.0, 40.0))
+    theirs = Figures(30.0, 20.0, 3.0, 0.7, 0.5, 0.2, (50.0, 35.0))
+    # A rank that waited for another one in a gather took longer for it than the link.
+    assert Figures.slowest([mine, theirs]) == Figures(30.0, 65.0, 3.0, 0.7, 1.0, 0.2)
 
 
 def test_the_choice_is_never_more_than_one_percent_slower_than_raw() -> None:
-    for compute in range(0, 400, 5):
-        row = figures(float(compute), 200.0)
-        for packed in (False, True):
-            chosen = row.packed_ms if row.wants_packed(packed=packed) else row.raw_ms
-            assert chosen <= 1.011 * row.raw_ms
+    for compute, spared in product(range(0, 400, 5), (0.0, 0.2, 1.0)):
+        row = replace(figures(float(compute), 200.0), stay_decode_ms=10.0, spared=spared)
+        for form in Form:
+            assert row.limit_ms(row.choose(form)) <= 1.011 * row.raw_ms
 
 
 class Told:

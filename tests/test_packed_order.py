@@ -13,7 +13,8 @@ from toys import Block, Toy, inputs, make_toy
 import dlo_core as dlo
 from dlo_core import engine as engine_module
 from dlo_core.errors import UseError
-from dlo_core.packed_choice import Figures, PackedChoice
+from dlo_core.packed_choice import PackedChoice
+from dlo_core.packed_figures import Figures
 from dlo_core.testing import MODES, Recorder, SimBackend
 
 

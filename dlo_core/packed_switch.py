@@ -1,0 +1,322 @@
+"""The switch between raw and packed weights: all shards change where they lie, between two passes.
+
+[Note: the parts of a raw shard]
+Ranks that gather may change the form if their raw shards are whole chunks. So the part that a rank
+packs is what its raw shard holds, but for the 16 bytes that its trailer displaces. The last rank
+has these in its spill (see [Note: trailer and spill] in ``shard.py``) and tells the others before
+they pack; after they decode, they tell the last rank. So nothing is gathered for the switch.
+
+Nothing is changed until every rank has said that its shards get smaller and that it has the memory.
+What fails later closes the offload on all ranks, for shards are in both forms then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from dlo_core.agreement import Problem
+from dlo_core.packed_cut import PackedCut, packed_tensors
+from dlo_core.packed_figures import Form
+from dlo_core.packed_store import PackedStore
+from dlo_core.rawbytes import move_bytes
+from dlo_core.residency import resident_positions
+from dlo_core.shard import TRAILER_NBYTES, ShardPlan
+from dlo_core.slots import Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dlo_core.coder import Coder
+    from dlo_core.engine import Engine
+    from dlo_core.host import HostStore
+    from dlo_core.interface import Backend
+    from dlo_core.pass_agreement import PassAgreement
+
+    Cuts = list[ShardPlan | PackedCut]
+
+__all__ = ["Switch", "cut_of", "more_residents", "no_room"]
+
+_WHAT = "changing between raw and packed weights"
+
+
+def cut_of(shard: ShardPlan, alignment: int) -> PackedCut:
+    """Return how the block of a raw ``shard`` is cut when it is packed, not measured yet."""
+    cut = PackedCut.cut(shard.run_nbytes, shard.size, alignment)
+    # See [Note: the parts of a raw shard].
+    return cut if shard.size == 1 else replace(cut, part_nbytes=shard.nbytes)
+
+
+def more_residents(
+    staying: Sequence[int], streamed: Sequence[int], nbytes: Mapping[int, int], room: int
+) -> tuple[int, ...]:
+    """Return which of the ``streamed`` blocks can stay, too, evenly spread.
+
+    Args:
+        staying: Blocks that stay anyway.
+        streamed: The others.
+        nbytes: Of each block, while it stays.
+        room: Bytes for all that stay.
+    """
+    room -= sum(nbytes[number] for number in staying)
+    for count in range(len(streamed), 0, -1):
+        chosen = tuple(streamed[at] for at in sorted(resident_positions(len(streamed), count)))
+        if sum(nbytes[number] for number in chosen) <= room:
+            return chosen
+    return ()
+
+
+class Switch:
+    """Changes the form of one offload's weights; see the module."""
+
+    def __init__(
+        self, engine: Engine, coder: Coder, backend: Backend, ranks: PassAgreement
+    ) -> None:
+        """Take raw weights.
+
+        Args:
+            engine: Whose weights they are; each call is given it again.
+            coder: Packs and decodes.
+            backend: Of the device.
+            ranks: Those that gather together, or this one alone.
+        """
+        self._coder = coder
+        self._backend = backend
+        self._ranks = ranks
+        self._store = engine.store
+        self._shards = tuple(cut for cut in engine.shards if isinstance(cut, ShardPlan))
+        self._staying = tuple(streamer.residents.numbers for streamer in engine.streamers)
+        self._orders: list[tuple[int, ...]] = []
+        self.form = Form.RAW
+
+    @property
+    def store(self) -> HostStore:
+        """The raw shards, while they are raw."""
+        return self._store
+
+    @property
+    def staying(self) -> frozenset[int]:
+        """The blocks that stay while the weights are raw."""
+        return frozenset(number for numbers in self._staying for number in numbers)
+
+    def cut(self, number: int) -> PackedCut:
+        """Return how block ``number`` is cut when it is packed, not measured yet."""
+        return cut_of(self._shards[number], self._backend.capabilities.alignment)
+
+    def to(self, form: Form, engine: Engine) -> str | None:
+        """Change the form; all ranks alike, and nothing is under way.
+
+        Returns:
+            Why it cannot be, the same on every rank; then nothing was changed.
+
+        Raises:
+            DloError: It failed half-way; the offload is closed.
+        """
+        packed = {n for n, cut in enumerate(engine.shards) if isinstance(cut, PackedCut)}
+        numbers = range(len(self._shards))
+        wanted = {n for n in numbers if form is Form.ALL or n not in self.staying}
+        wanted = set() if form is Form.RAW else wanted
+        more, less = sorted(wanted - packed), sorted(packed - wanted)
+        cuts: Cuts = [self._shards[n] if n in less else engine.shards[n] for n in numbers]
+        displaced = self._tell_displaced(more)
+        why_not = self._measure(engine, more, displaced, cuts)
+        if why_not is not None:
+            return why_not
+        home: list[Slot | None] = [engine.pool.decoded if wanted else None]
+        why_not = self._take(home, more or less, engine, cuts, packs=bool(more))
+        if why_not is not None:
+            return why_not
+        store = self._store
+        if wanted:
+            store = PackedStore(
+                store,
+                self._coder,
+                engine.layouts,
+                cuts,
+                backend=self._backend,
+                rank=self._ranks.rank,
+            )
+        try:
+            self._in_place(engine, store, more, less, displaced)
+            if self.form is not Form.ALL:
+                self._orders = [streamer.tape.order for streamer in engine.streamers]
+            orders = self._orders
+            if form is Form.ALL:
+                orders = self._without_residents(engine, cuts)
+            engine.change_form(store, cuts, home[0], orders)
+        except BaseException as error:
+            # An interrupt, too: some shards are in the one form and some in the other.
+            engine.pool.fail(error)
+            raise
+        self.form = form
+        return None
+
+    # --- before anything is changed ---------------------------------------------------------------
+
+    def _tell_displaced(self, numbers: Sequence[int]) -> list[bytes]:
+        """Return the bytes that this rank's trailers displace, of each block; all ranks alike."""
+        rank, size = self._ranks.rank, self._ranks.size
+        if size == 1 or not numbers:
+            return [b""] * len(numbers)
+        spill = b""
+        if rank == size - 1:
+            for number in numbers:
+                end = self._store.whole(number)[-TRAILER_NBYTES * size : -TRAILER_NBYTES]
+                spill += _bytes(end)
+        told = self._ranks.exchange(spill, _WHAT)[-1]
+        row = TRAILER_NBYTES * (size - 1)
+        first = TRAILER_NBYTES * rank
+        return [
+            told[at * row + first : at * row + first + TRAILER_NBYTES] if rank < size - 1 else b""
+            for at in range(len(numbers))
+        ]
+
+    def _run(self, number: int, displaced: bytes) -> torch.Tensor:
+        """Return this rank's part of the run of a raw block."""
+        shard = self._shards[number]
+        whole = self._store.whole(number)
+        if shard.size == 1:
+            return whole
+        run = self._coder.host_run(shard.nbytes)
+        move_bytes(run, whole)
+        if displaced:
+            run[-TRAILER_NBYTES:] = torch.frombuffer(bytearray(displaced), dtype=torch.uint8)
+        run[max(shard.run_nbytes - self._ranks.rank * shard.nbytes, 0) :].zero_()
+        return run
+
+    def _measure(
+        self, engine: Engine, numbers: Sequence[int], displaced: Sequence[bytes], cuts: Cuts
+    ) -> str | None:
+        """Put the measured cuts of the blocks that are to be packed into ``cuts``."""
+        sizes: list[int] = []
+        problem: str | None = None
+        try:
+            for number, ends in zip(numbers, displaced, strict=True):
+                cut, run = self.cut(number), self._run(number, ends)
+                tensors = packed_tensors(engine.layouts[number], cut, self._ranks.rank)
+                sizes.append(self._coder.measure(run, tensors))
+                if sizes[-1] > self._shards[number].nbytes - cut.trailer_nbytes:
+                    problem = f"block {engine.layouts[number].name!r} does not get smaller"
+                    break
+        except RuntimeError as error:
+            problem = no_room("pack the blocks", error)
+        answers = self._ranks.exchange((problem, sizes), _WHAT)
+        if (why_not := self._first([answer[0] for answer in answers])) is not None:
+            return why_not
+        for number, *taken in zip(numbers, *(answer[1] for answer in answers), strict=True):
+            cut = self.cut(number).measured(max(taken))
+            cuts[number] = replace(cut, nbytes=min(cut.nbytes, self._shards[number].nbytes))
+        return None
+
+    def _take(
+        self,
+        home: list[Slot | None],
+        numbers: Sequence[int],
+        engine: Engine,
+        cuts: Cuts,
+        *,
+        packs: bool,
+    ) -> str | None:
+        """Take all the memory that the change needs; ``home`` gets the decoded block's slot."""
+        problem: str | None = None
+        rows = [cuts[n] if packs else engine.shards[n] for n in numbers]
+        try:
+            largest = max(self._shards[n].nbytes for n in numbers)
+            self._coder.reserve(largest, max(row.nbytes for row in rows), packs=packs)
+            if packs and home[0] is None:
+                nbytes = max(shard.padded_nbytes for shard in self._shards)
+                home[0] = Slot.new(self._backend, -1, self._backend.empty(nbytes))
+        except RuntimeError as error:
+            problem = no_room("pack the blocks" if packs else "decode all blocks back", error)
+        return self._first(self._ranks.exchange(problem, _WHAT))
+
+    def _first(self, problems: Sequence[str | None]) -> str | None:
+        """Return the first rank's problem, and which rank it is."""
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                return problem if len(problems) == 1 else f"{problem} (rank {rank})"
+        return None
+
+    # --- the change -------------------------------------------------------------------------------
+
+    def _in_place(
+        self,
+        engine: Engine,
+        store: HostStore,
+        more: Sequence[int],
+        less: Sequence[int],
+        displaced: Sequence[bytes],
+    ) -> None:
+        """Pack ``more`` blocks and decode ``less``; what fails on one rank raises on all."""
+        problem: BaseException | None = None
+        ends: list[bytes] = []
+        try:
+            self._pack(store, more, displaced)
+            ends = self._decode(engine, less)
+        # Every rank must hear of it, whatever it is.
+        except BaseException as error:
+            problem = error
+        told = None if problem is None else Problem.of(problem)
+        answers = self._ranks.exchange((told, ends), _WHAT)
+        if problem is not None:
+            raise problem
+        for rank, (theirs, _) in enumerate(answers):
+            if theirs is not None:
+                raise theirs.error(f"{_WHAT} failed on rank {rank}: ")
+        self._put_displaced(less, [answer[1] for answer in answers])
+
+    def _pack(self, store: HostStore, numbers: Sequence[int], displaced: Sequence[bytes]) -> None:
+        for number, ends in zip(numbers, displaced, strict=True):
+            assert isinstance(store, PackedStore)
+            run = self._run(number, ends)
+            trailer = _bytes(self._store.whole(number)[-TRAILER_NBYTES:])
+            store.pack(number, run)
+            if self._shards[number].size > 1:
+                store.seal(number, trailer)
+
+    def _decode(self, engine: Engine, numbers: Sequence[int]) -> list[bytes]:
+        """Decode blocks where they lie; return what this rank's trailers displace."""
+        displaced = []
+        for number in numbers:
+            shard, stop = self._shards[number], engine.shards[number].nbytes
+            trailer = self._store.whole(number)[stop - TRAILER_NBYTES : stop].clone()
+            run = engine.store.whole(number)[: shard.nbytes]
+            displaced.append(_bytes(run[-TRAILER_NBYTES:]))
+            self._store.write(number, 0, run)
+            if shard.size > 1:
+                self._store.write(number, shard.nbytes - TRAILER_NBYTES, trailer)
+        return displaced
+
+    def _put_displaced(self, numbers: Sequence[int], told: Sequence[Sequence[bytes]]) -> None:
+        """Let the last rank have in its spill what the others' trailers displace."""
+        size = self._ranks.size
+        if self._ranks.rank < size - 1 or size == 1:
+            return
+        for at, number in enumerate(numbers):
+            spill = bytearray(b"".join(theirs[at] for theirs in told[:-1]))
+            start = self._shards[number].nbytes - TRAILER_NBYTES * size
+            self._store.write(number, start, torch.frombuffer(spill, dtype=torch.uint8))
+
+    def _without_residents(self, engine: Engine, cuts: Cuts) -> list[tuple[int, ...]]:
+        """Return the ring orders without the blocks that come to stay when all are packed."""
+        nbytes = {number: cut.padded_nbytes for number, cut in enumerate(cuts)}
+        orders = []
+        for streamer, staying, order in zip(
+            engine.streamers, self._staying, self._orders, strict=True
+        ):
+            streamed = list(dict.fromkeys(order))
+            room = streamer.residents.run_nbytes
+            stay = more_residents(staying, streamed, nbytes, room)
+            orders.append(tuple(number for number in order if number not in stay))
+        return orders
+
+
+def no_room(what: str, error: RuntimeError) -> str:
+    """Say that the device has no room."""
+    return f"there is no room on the device to {what}: {error}"
+
+
+def _bytes(part: torch.Tensor) -> bytes:
+    return part.numpy().tobytes()
