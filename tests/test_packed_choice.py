@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -71,49 +72,97 @@ class Told:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compute = 0.0
-        monkeypatch.setattr(PackedChoice, "figures", lambda *_: figures(self.compute, 200.0))
+        self.spared = 0.0
+        monkeypatch.setattr(PackedChoice, "figures", lambda *_: self.figures())
         monkeypatch.setattr("dlo_core.packed_choice._EVERY", 1)
+        monkeypatch.setattr("dlo_core.packed_choice._TIMES", 1)
+
+    def figures(self) -> Figures:
+        return replace(figures(self.compute, 200.0), spared=self.spared)
 
 
-@pytest.mark.parametrize("settings", [{}, {"resident_layers": 2}, {"depth": 3}])
-def test_no_switch_changes_a_bit(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    told = Told(monkeypatch)
-    model = Model(4)
+def changes(rank: int, told: Told, settings: dict[str, Any]) -> None:
+    """Go through all forms, and look at every bit in each."""
+    group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+    # Each rank's part gets smaller.
+    model = Model(6, hidden=600 if group is None else 1100)
     resident = twin(model)
-    offloaded = dlo.offload(model, device="cpu", packed="auto", **settings)
-    states = []
+    given = {"group": group, "packed": "auto", "resident_scope": "stage", **SHORT, **settings}
+    offloaded = dlo.offload(model, device="cpu", **given)
+    promised = offloaded.footprint
+    stay = int(settings.get("resident_layers", 0))
 
-    def passes(count: int) -> None:
+    def passes(count: int, form: Form) -> dlo.Stats:
         for _ in range(count):
             with torch.inference_mode():
                 assert torch.equal(model(data()), resident(data()))
-            states.append(offloaded.stats().packed_ratio is not None)
+        stats = offloaded.stats()
+        assert (stats.packed_reason or "").startswith(f"{form.value}: computation ")
+        assert stats.device_bytes <= promised.device_nbytes
+        assert stats.host_bytes == promised.host_nbytes
+        blocks = [block for block in stats.blocks if block.resident]
+        # The memory of three raw ones holds four.
+        assert len(blocks) == (4 if form is Form.ALL else stay)
+        return stats
 
-    passes(5)
-    assert states == [False, False, False, True, True]
-    stats = offloaded.stats()
-    assert stats.packed_reason is not None
-    assert stats.packed_reason.startswith("packed: computation 0.00 ms")
-    assert stats.device_bytes <= offloaded.footprint.device_nbytes
-    values = new_values(resident)
-    offloaded.update_weights(values)
-    resident.load_state_dict(values)
-    passes(1)
+    def look_at_state() -> None:
+        state = offloaded.state_dict()
+        assert state is not None
+        assert all(same_bits(state[name], value) for name, value in resident.state_dict().items())
+
+    def update() -> None:
+        values = new_values(resident)
+        offloaded.update_weights(values)
+        resident.load_state_dict(values)
+
+    stats = passes(5, Form.PACKED)
+    ratio = stats.packed_ratio
+    assert ratio is not None
+    assert ratio < 0.95
+    assert [block.decode_ms > 0 for block in stats.blocks if block.resident] == [False] * stay
+    look_at_state()
+    update()
+    passes(1, Form.PACKED)
+    if stay:
+        told.spared = 0.2
+        stats = passes(3, Form.ALL)
+        assert all(block.decode_ms > 0 for block in stats.blocks)
+        offloaded.offload_resident_layers()
+        assert offloaded.stats().resident_bytes == 0
+        update()
+        passes(2, Form.ALL)
+        look_at_state()
     told.compute = 300.0
-    passes(4)
-    assert states[-1] is False
-    state = offloaded.state_dict()
-    assert state is not None
-    assert all(same_bits(state[name], value) for name, value in resident.state_dict().items())
-    told.compute = 0.0
-    passes(4)
-    assert states[-1] is True
-    state = offloaded.state_dict()
-    assert state is not None
-    assert all(same_bits(state[name], value) for name, value in resident.state_dict().items())
+    passes(4, Form.RAW)
+    look_at_state()
+    update()
+    passes(1, Form.RAW)
+    told.compute, told.spared = 0.0, 0.2 if stay else 0.0
+    passes(4, Form.ALL if stay else Form.PACKED)
+    look_at_state()
     offloaded.disable()
     assert all(same_bits(model.state_dict()[k], v) for k, v in resident.state_dict().items())
+
+
+@pytest.mark.parametrize("settings", [{}, {"resident_layers": 3}, {"depth": 3}])
+def test_no_switch_changes_a_bit(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    changes(0, Told(monkeypatch), settings)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, {}),
+        (2, {"stages": 0, "resident_layers": 3}),
+        pytest.param(3, {"resident_layers": 3}, marks=pytest.mark.slow),
+        pytest.param(4, {"stages": 0, "depth": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_no_switch_changes_a_bit_where_weights_are_gathered(
+    ranks: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ranks(partial(changes, told=Told(monkeypatch), settings=settings), ranks)
 
 
 def test_shards_that_lie_in_several_parts_change_their_form_too(
@@ -224,12 +273,6 @@ def test_weights_that_do_not_get_smaller_stay_raw(monkeypatch: pytest.MonkeyPatc
     assert all(same_bits(model.state_dict()[k], v) for k, v in resident.state_dict().items())
 
 
-def test_it_cannot_be_had_where_weights_are_gathered_or_shared() -> None:
-    def child(rank: int) -> None:
-        world = torch.distributed.group.WORLD
-        with pytest.raises(ConfigError, match="packed='auto' is for ranks that do not gather"):
-            dlo.offload(Model(2), device="cpu", group=world, packed="auto", **SHORT)
-
-    run_ranks(child, 2)
+def test_it_cannot_be_had_where_weights_are_shared() -> None:
     with pytest.raises(ConfigError, match="host='shared' cannot be had with packed='auto'"):
         dlo.offload(Model(2), device="cpu", packed="auto", host="shared")

@@ -53,10 +53,10 @@ class Model(nn.Module):
 
     dlo_blocks = ("blocks",)
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, hidden: int = 251) -> None:
         super().__init__()
         torch.manual_seed(num_blocks)
-        self.blocks = nn.ModuleList(Wide(251 + 40 * (n % 2)) for n in range(num_blocks))
+        self.blocks = nn.ModuleList(Wide(hidden + 40 * (n % 2)) for n in range(num_blocks))
         self.out = nn.Linear(WIDTH, 3)
         self.requires_grad_(False)
 
