@@ -108,6 +108,8 @@ class PackedChoice:
         """Compare what the slowest rank takes, and switch; all ranks alike."""
         self._stand_still()
         why_not = self._try_one() if self._trial is None else None
+        if streamer.nests:
+            why_not = "blocks are called inside of others, and there is one buffer to decode into"
         figures = self.figures(streamer) if why_not is None else None
         told = self._ranks.exchange(
             (why_not, figures),

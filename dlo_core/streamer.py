@@ -78,6 +78,8 @@ class Streamer:
         self._waited: dict[int, None] = {}
         self._loaded: set[int] = set()
         self._depth = [0] * len(self.names)
+        self._inside = 0
+        self.nests = False
         self.raised = ""
         self._closed: str | None = None
         self._captures = False
@@ -343,6 +345,9 @@ class Streamer:
         except BaseException:
             self.tape.after(slot)
             raise
+        if self._inside and not self._depth[block]:
+            self.nests = True
+        self._inside += 1
         self._depth[block] += 1
         self._waited[number] = None
         return slot
@@ -360,6 +365,7 @@ class Streamer:
     @aside
     def _after(self, block: int, slot: Slot, *, raised: bool = False) -> None:
         self._depth[block] -= 1
+        self._inside -= 1
         try:
             if not self._depth[block]:
                 self.bindings[block].unbind(self._transfer.home(slot), raised=raised)

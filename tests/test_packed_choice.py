@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from faults import failing_at
 from ranks import run_ranks
+from safetensors.torch import save_file
 from test_packed_engine import SHORT, Model, data, new_values
-from toys import same_bits, twin
+from toys import TOYS, inputs, same_bits, twin
 
 import dlo_core as dlo
+from dlo_core.coder import Coder
 from dlo_core.cpu import CpuBackend
-from dlo_core.errors import ConfigError
+from dlo_core.errors import AgreementError, ConfigError, DloError, UseError
 from dlo_core.packed_choice import PackedChoice
 from dlo_core.packed_figures import Figures, Form
+from dlo_core.packed_store import PackedStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dlo_core.streamer import Streamer
 
 
 def figures(compute: float, link: float, decode: float = 10.0, ratio: float = 0.68) -> Figures:
@@ -73,7 +84,13 @@ class Told:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compute = 0.0
         self.spared = 0.0
-        monkeypatch.setattr(PackedChoice, "figures", lambda *_: self.figures())
+        self.measures = False
+        real = PackedChoice.figures
+
+        def figures(choice: PackedChoice, streamer: Streamer) -> Figures | None:
+            return real(choice, streamer) if self.measures else self.figures()
+
+        monkeypatch.setattr(PackedChoice, "figures", figures)
         monkeypatch.setattr("dlo_core.packed_choice._EVERY", 1)
         monkeypatch.setattr("dlo_core.packed_choice._TIMES", 1)
 
@@ -258,6 +275,45 @@ def test_a_cpu_measures_that_its_decoding_is_slow() -> None:
     offloaded.shutdown()
 
 
+def test_blocks_inside_of_others_stay_raw(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    Told(monkeypatch)
+    model = TOYS["called inside another"]()
+    resident = twin(model)
+    offloaded = dlo.offload(model, device="cpu", packed="auto")
+    with torch.inference_mode():
+        for number in range(6):
+            assert torch.equal(model(inputs(number)), resident(inputs(number)))
+    reason = offloaded.stats().packed_reason
+    assert reason is not None
+    assert reason.startswith("raw: blocks are called inside of others")
+    offloaded.disable()
+
+
+def test_an_interrupt_among_the_shards_closes_the_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    Told(monkeypatch)
+    model = Model(3)
+    offloaded = dlo.offload(model, device="cpu", packed="auto")
+    real, left = PackedStore.pack, [1]
+
+    def pack(self: PackedStore, index: int, run: torch.Tensor) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        real(self, index, run)
+
+    monkeypatch.setattr(PackedStore, "pack", pack)
+    with torch.inference_mode():
+        for _ in range(3):
+            model(data())
+        with pytest.raises(KeyboardInterrupt):
+            model(data())
+        with pytest.raises(UseError, match="failed earlier"):
+            model(data())
+    offloaded.shutdown()
+
+
 def test_weights_that_do_not_get_smaller_stay_raw(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     Told(monkeypatch)
@@ -271,6 +327,123 @@ def test_weights_that_do_not_get_smaller_stay_raw(monkeypatch: pytest.MonkeyPatc
     assert reason == "raw: block 'blocks.0' does not get smaller"
     offloaded.disable()
     assert all(same_bits(model.state_dict()[k], v) for k, v in resident.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "packed_store:PackedStore.seal",
+        *(
+            pytest.param(place, marks=pytest.mark.slow)
+            for place in (
+                "packed_choice:PackedChoice.figures",
+                "packed_switch:Switch._measure",
+                "engine:Engine.change_form",
+            )
+        ),
+    ],
+)
+def test_what_fails_on_one_rank_at_the_switch_is_an_error_on_all(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is changed, among the shards and behind them."""
+    path = tmp_path / "model.safetensors"
+    expected = Model(3, hidden=500)
+    save_file(expected.state_dict(), path)
+    if place != "packed_choice:PackedChoice.figures":
+        Told(monkeypatch)
+    names = {"load_timeout_s": 20.0, "timeout_s": 1.0, "checkpoint": path, "packed": "auto"}
+
+    def child(rank: int) -> None:
+        with torch.device("meta"):
+            model = Model(3, hidden=500)
+        settings: dict[str, Any] = {"group": torch.distributed.group.WORLD, **names}
+        offloaded = dlo.offload(model, device="cpu", **settings)
+
+        def passes(count: int) -> None:
+            for _ in range(count):
+                with torch.inference_mode():
+                    assert torch.equal(model(data()), expected(data()))
+
+        passes(3)
+        began = time.monotonic()
+        fault = failing_at(f"dlo_core.{place}") if rank else nullcontext()
+        with fault, pytest.raises(DloError, match=r"rank 1.*[Ii]njected"):
+            passes(3)
+        assert time.monotonic() - began < 10
+        assert offloaded.failed
+        with pytest.raises(UseError, match="failed earlier"):
+            passes(1)
+        # Shards that are half packed are read again.
+        again = dlo.offload(model, device="cpu", reuse=offloaded, **settings)
+        passes(2)
+        again.disable()
+        assert all(same_bits(model.state_dict()[k], v) for k, v in expected.state_dict().items())
+
+    run_ranks(child, 2)
+
+
+def test_a_rank_that_does_not_come_to_the_choice_is_named() -> None:
+    def child(rank: int) -> None:
+        model = Model(2)
+        given: dict[str, Any] = {"timeout_s": 1.0, "load_timeout_s": 20.0, "packed": "auto"}
+        offloaded = dlo.offload(model, device="cpu", group=torch.distributed.group.WORLD, **given)
+        with torch.inference_mode():
+            for _ in range(3):
+                model(data())
+            if rank == 0:
+                with pytest.raises(AgreementError, match=r"before pass 4: .* rank 1 "):
+                    model(data())
+            else:
+                limit = time.monotonic() + 10
+                while not offloaded.failed:
+                    assert time.monotonic() < limit
+                    time.sleep(0.05)
+                with pytest.raises(UseError, match="rank 1 "):
+                    model(data())
+        offloaded.shutdown()
+
+    run_ranks(child, 2)
+
+
+def test_ranks_decide_alike_whatever_they_run_and_whatever_room_they_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One measures and is idle, or skips its last blocks; then one has no memory to pack."""
+    told = Told(monkeypatch)
+
+    def child(rank: int) -> list[str]:
+        reasons = []
+        for look in ("measured", "given"):
+            told.measures = look == "measured"
+            model = Model(4, hidden=500)
+            resident = twin(model)
+            settings: dict[str, Any] = {"group": torch.distributed.group.WORLD, **SHORT}
+            offloaded = dlo.offload(model, device="cpu", packed="auto", **settings)
+            if rank == 1 and look == "given":
+                monkeypatch.setattr(Coder, "reserve", no_memory)
+            for number in range(6):
+                if rank == 1 and number % 2:
+                    with offloaded.run_pass():
+                        pass
+                else:
+                    with torch.inference_mode():
+                        assert torch.equal(model(data()), resident(data()))
+            reasons.append(offloaded.stats().packed_reason or "")
+            offloaded.disable()
+            state = model.state_dict()
+            assert all(same_bits(state[k], v) for k, v in resident.state_dict().items())
+        return reasons
+
+    first, second = run_ranks(child, 2)
+    assert first == second
+    assert first[0].startswith("raw: computation")
+    assert first[1].startswith("raw: there is no room on the device to pack the blocks: none left")
+    assert first[1].endswith("(rank 1)")
+
+
+def no_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("none left")
 
 
 def test_it_cannot_be_had_where_weights_are_shared() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,18 +22,19 @@ from dlo_core.testing import MODES, Recorder, SimBackend
 class HeavyBlock(Block):
     """A block that gets smaller when it is packed."""
 
-    def __init__(self) -> None:
+    def __init__(self, ballast: int) -> None:
         super().__init__()
-        self.ballast = torch.nn.Parameter(torch.randn(30000).bfloat16())
+        self.ballast = torch.nn.Parameter(torch.randn(ballast).bfloat16())
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Return what the last of the ballast changes."""
         return super().forward(x, scale) + self.ballast[-x.shape[-1] :].float()
 
 
-def heavy_toy() -> Toy:
+def heavy_toy(ranks: int) -> Toy:
+    """Return a toy of which each rank's part gets smaller."""
     torch.manual_seed(0)
-    return Toy([HeavyBlock() for _ in range(5)]).requires_grad_(False)
+    return Toy([HeavyBlock(30000 + 40000 * (ranks - 1)) for _ in range(5)]).requires_grad_(False)
 
 
 SITES = [site for site in packed_sites() if not site.timing_only]
@@ -63,16 +65,37 @@ def test_packed_weights_have_no_race_and_no_host_sync(ranks: int, stages: int, m
         assert "home of all blocks" in touched
 
 
-@pytest.mark.parametrize("residents", [0, 2])
+@pytest.mark.parametrize(
+    ("ranks", "residents", "spared"),
+    [
+        (1, 0, 0.0),
+        (1, 3, 0.2),
+        (2, 2, 0.0),
+        *(
+            pytest.param(ranks, residents, spared, marks=pytest.mark.slow)
+            for ranks in (1, 2, 3)
+            for residents, spared in ((0, 0.0), (2, 0.0), (3, 0.2))
+        ),
+    ],
+)
 def test_a_change_to_packed_weights_has_no_race(
-    residents: int, monkeypatch: pytest.MonkeyPatch
+    ranks: int, residents: int, spared: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faster = Figures(0.0, 200.0, 1.0, 0.7)
+    faster = Figures(0.0, 200.0, 1.0, 0.7, 1.0, spared)
     monkeypatch.setattr(PackedChoice, "figures", lambda *_: faster)
-    for mode in MODES:
-        run = Run(build=heavy_toy, mode=mode, packed="auto", residents=residents)()
+    # More blocks come to stay, or those that do stay raw; ranks skip other blocks.
+    for mode in MODES if ranks == 1 and not residents else ("late", "random"):
+        run = Run(
+            build=partial(heavy_toy, ranks),
+            ranks=ranks,
+            mode=mode,
+            packed="auto",
+            residents=residents,
+        )()
         assert run.races == []
-        assert "home of all blocks" in {access.buffer for access in run.recorders[0].log}
+        touched = {access.buffer for access in run.recorders[0].log}
+        assert "home of all blocks" in touched
+        assert all(order == run.world.collectives[0] for order in run.world.collectives)
 
 
 def test_forwards_on_several_compute_streams_have_no_race() -> None:
