@@ -58,7 +58,7 @@ class OffloadConfig:
             values are used when every tensor has some, with a warning.
         packed: Whether bf16 weights travel and wait packed, without losing a bit, and are decoded
             right before each block computes; see docs/packed.md. ``"auto"``: loaded raw, and packed
-            when the first passes show that it is faster; where nothing is gathered.
+            when the first passes show that it is faster, the resident blocks, too, if that is.
         verify_packed: Whether packed weights are decoded once and compared while loading.
         load_threads: Threads that read a checkpoint at once; None: one a CPU that this process may
             use, at most 16. Ranks may differ.

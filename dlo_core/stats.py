@@ -73,8 +73,8 @@ class Stats:
         staging_bytes: Of ``host_bytes``, buffers through which the mapped tier goes.
         mapped_bytes: Bytes of shards that stay in the checkpoint's pages; not in ``host_bytes``.
         resident_bytes: Of ``device_bytes``, resident blocks.
-        packed_ratio: Bytes of the blocks as they travel to those that they compute from; None where
-            they are not packed.
+        packed_ratio: Bytes of the packed blocks as they travel to those that they compute from;
+            None where none is packed.
         decode_ms: Milliseconds that decoding took in the last pass.
         packed_reason: With ``packed="auto"``, what was chosen and why.
     """

@@ -98,14 +98,38 @@ class Told:
         return replace(figures(self.compute, 200.0), spared=self.spared)
 
 
+def lopsided(num_blocks: int, hidden: int) -> Model:
+    """Return a model whose blocks do not fall apart between two tensors."""
+    model = Model(num_blocks, hidden)
+    for block in model.blocks:
+        ballast = torch.randn(96 * hidden // 4).bfloat16()
+        block.register_parameter("ballast", torch.nn.Parameter(ballast, requires_grad=False))
+    return model
+
+
+def cuts_a_tensor(offloaded: dlo.LayerwiseOffload) -> bool:
+    """Return whether each rank's part of each block ends inside of a tensor."""
+    engine = offloaded.engine
+    assert engine is not None
+    return all(
+        any(
+            tensor.offset < end - 16 < end <= tensor.offset + tensor.nbytes
+            for tensor in layout.tensors
+        )
+        for layout, cut in zip(engine.layouts, engine.shards, strict=True)
+        for end in range(cut.nbytes, cut.nbytes * cut.size, cut.nbytes)
+    )
+
+
 def changes(rank: int, told: Told, settings: dict[str, Any]) -> None:
     """Go through all forms, and look at every bit in each."""
     group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
     # Each rank's part gets smaller.
-    model = Model(6, hidden=600 if group is None else 1100)
+    model = lopsided(6, hidden=600 if group is None else 1000)
     resident = twin(model)
     given = {"group": group, "packed": "auto", "resident_scope": "stage", **SHORT, **settings}
     offloaded = dlo.offload(model, device="cpu", **given)
+    assert cuts_a_tensor(offloaded)
     promised = offloaded.footprint
     stay = int(settings.get("resident_layers", 0))
 
@@ -118,8 +142,8 @@ def changes(rank: int, told: Told, settings: dict[str, Any]) -> None:
         assert stats.device_bytes <= promised.device_nbytes
         assert stats.host_bytes == promised.host_nbytes
         blocks = [block for block in stats.blocks if block.resident]
-        # The memory of three raw ones holds four.
-        assert len(blocks) == (4 if form is Form.ALL else stay)
+        # The memory of three raw ones holds four, but of three ranks' padding, too.
+        assert len(blocks) == (4 if form is Form.ALL and offloaded.size < 3 else stay)
         return stats
 
     def look_at_state() -> None:
@@ -327,6 +351,70 @@ def test_weights_that_do_not_get_smaller_stay_raw(monkeypatch: pytest.MonkeyPatc
     assert reason == "raw: block 'blocks.0' does not get smaller"
     offloaded.disable()
     assert all(same_bits(model.state_dict()[k], v) for k, v in resident.state_dict().items())
+
+
+def test_ragged_waves_change_the_form_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle ranks look, too; one is in the middle of a request, and one has none."""
+    Told(monkeypatch)
+
+    def child(rank: int) -> None:
+        topology = dlo.Topology.from_sizes(dp=2, device_type="cpu")
+        model = Model(3, hidden=500)
+        plain = twin(model)
+
+        def sample(of: torch.nn.Module, request: dlo.WaveRequest) -> list[torch.Tensor]:
+            with torch.inference_mode():
+                outs = [of(data() + step) for step in range(request.num_inference_steps)]
+            return [out.clone() for out in outs]
+
+        requests = [dlo.WaveRequest(count, {}, seed=0) for count in (2, 6, 4)]
+        offloaded = dlo.offload(model, device="cpu", topology=topology, packed="auto", **SHORT)
+        runner = dlo.WaveRunner(
+            offloaded, topology=topology, fn=partial(sample, model), ragged=True
+        )
+        with offloaded, runner:
+            results = runner.run(requests if rank == 0 else None)
+            assert (offloaded.stats().packed_reason or "").startswith("packed: computation")
+        for request, result in zip(requests, results or (), strict=rank == 0):
+            pairs = zip(result.get(), sample(plain, request), strict=True)
+            assert all(torch.equal(mine, wanted) for mine, wanted in pairs)
+
+    run_ranks(child, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_models_with_the_same_slots_change_the_form_together(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told(monkeypatch)
+    told.spared = 0.2
+
+    def child(rank: int) -> None:
+        models = [Model(6, hidden=1100), Model(5, hidden=1200)]
+        plain = [twin(model) for model in models]
+        given: dict[str, Any] = {"packed": "auto", "resident_layers": 3, **SHORT}
+        if ranks > 1:
+            given["group"] = torch.distributed.group.WORLD
+        offloaded = dlo.offload(models, device="cpu", **given)
+        for turn, compute in enumerate((0.0, 0.0, 300.0, 0.0)):
+            told.compute = compute
+            for number in (0, 1, 1, 0, 1, 0, 0):
+                with torch.inference_mode():
+                    assert torch.equal(models[number](data()), plain[number](data()))
+            form = Form.RAW if compute else Form.ALL
+            assert (offloaded.stats().packed_reason or "").startswith(f"{form.value}: comp"), turn
+            assert offloaded.stats().device_bytes <= offloaded.footprint.device_nbytes
+        offloaded.disable()
+        for model, wanted in zip(models, plain, strict=True):
+            state = model.state_dict()
+            assert all(same_bits(state[name], v) for name, v in wanted.state_dict().items())
+
+    if ranks == 1:
+        torch.set_num_threads(1)
+        child(0)
+    else:
+        run_ranks(child, ranks, limit_s=60.0)
 
 
 @pytest.mark.parametrize(
