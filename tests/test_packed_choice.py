@@ -135,6 +135,8 @@ def changes(rank: int, told: Told, settings: dict[str, Any]) -> None:
     # Each rank's part gets smaller.
     model = lopsided(6, hidden=600 if group is None else 1000)
     resident = twin(model)
+    gc.collect()
+    held = CpuBackend().memory().allocated
     given = {"group": group, "packed": "auto", "resident_scope": "stage", **SHORT, **settings}
     offloaded = dlo.offload(model, device="cpu", **given)
     assert cuts_a_tensor(offloaded)
@@ -147,6 +149,7 @@ def changes(rank: int, told: Told, settings: dict[str, Any]) -> None:
                 assert torch.equal(model(data()), resident(data()))
         stats = offloaded.stats()
         assert (stats.packed_reason or "").startswith(f"{form.value}: computation ")
+        assert CpuBackend().memory().allocated - held <= stats.device_bytes
         assert stats.device_bytes <= promised.device_nbytes
         assert stats.host_bytes == promised.host_nbytes
         blocks = [block for block in stats.blocks if block.resident]
@@ -221,6 +224,27 @@ def test_no_switch_changes_a_bit_where_weights_are_gathered(
     ranks: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_ranks(partial(changes, told=Told(monkeypatch), settings=settings), ranks)
+
+
+def test_a_budget_holds_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    told = Told(monkeypatch)
+    told.spared = 0.2
+    model = lopsided(8, hidden=600)
+    with dlo.offload(model, device="cpu", packed="auto", resident_layers=4) as offloaded:
+        budget = offloaded.footprint.device_nbytes
+    gc.collect()
+    held = CpuBackend().memory().allocated
+    given: dict[str, Any] = {"resident_layers": "auto", "device_budget_bytes": budget}
+    offloaded = dlo.offload(model, device="cpu", packed="auto", **given)
+    counts = []
+    for _ in range(5):
+        with torch.inference_mode():
+            model(data())
+        assert CpuBackend().memory().allocated - held <= budget
+        counts.append(sum(block.resident for block in offloaded.stats().blocks))
+    assert counts == [4, 4, 4, 5, 5]
+    offloaded.disable()
 
 
 def test_shards_that_lie_in_several_parts_change_their_form_too(
