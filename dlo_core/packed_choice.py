@@ -122,7 +122,12 @@ class PackedChoice:
         known = [each for _, each in told if each is not None]
         if len(known) == len(told):
             self._last = streamer.tape.num_passes
-            self._decide(Figures.slowest(known), sure=True)
+            slowest = Figures.slowest(known)
+            if len(told) > 1:
+                mine = range(streamer.first_block, streamer.first_block + len(streamer.names))
+                nbytes = self._nbytes(mine, without=self._switch.staying)
+                self._link_ms_per_byte = slowest.link_ms / max(nbytes, 1)
+            self._decide(slowest, sure=True)
 
     def _look(self, streamer: Streamer) -> None:
         """Compare, and switch when two looks agree; never waits."""
@@ -160,8 +165,7 @@ class PackedChoice:
         mine = range(streamer.first_block, streamer.first_block + len(streamer.names))
         # Ranks that gather make all fills, whatever they run.
         moved = mine if engine.transfer.gathers else ran
-        link_nbytes = self._nbytes(moved, without=staying)
-        moves = self._moves(moved, link_nbytes)
+        moves = self._moves(mine, moved)
         if moves is None:
             return None
         decode_nbytes = self._nbytes(ran, without=staying)
@@ -175,17 +179,27 @@ class PackedChoice:
             gathers_ms=moves[1],
         )
 
-    def _moves(self, moved: Sequence[int], nbytes: int) -> tuple[float, tuple[float, ...]] | None:
-        """Return the time of copies, and of each gather, as if ``nbytes`` streamed raw.
+    def _moves(
+        self, mine: Sequence[int], moved: Sequence[int]
+    ) -> tuple[float, tuple[float, ...]] | None:
+        """Return the time of the copies, and of each gather, of a pass with raw weights.
 
-        None where they have not all come yet.
+        Args:
+            mine: All blocks of the model.
+            moved: Those that a pass loads if they do not stay.
+
+        Returns:
+            As if those streamed that stream while the weights are raw; None where what was queued
+            has not come yet.
         """
-        engine = self._engine
+        engine, staying = self._engine, self._switch.staying
+        nbytes = self._nbytes(moved, without=staying)
+        if not nbytes or self._loads_once(len(set(mine) - staying)):
+            return 0.0, ()
         streamed = [number for number in moved if number not in engine.pool.residents]
         streamed_nbytes = self._nbytes(streamed)
-        if not nbytes or self._loads_once(len(streamed)):
-            return 0.0, ()
-        if not streamed_nbytes:
+        if not streamed or self._loads_once(len(set(mine) - engine.pool.residents.keys())):
+            # Nothing is loaded any more.
             return self._link_ms_per_byte * nbytes, ()
         assert self._trial is not None
         copied, gathers = 0.0, []
