@@ -119,6 +119,10 @@ class Switch:
         wanted = {n for n in numbers if form is Form.ALL or n not in self.staying}
         wanted = set() if form is Form.RAW else wanted
         more, less = sorted(wanted - packed), sorted(packed - wanted)
+        if not more and not less:
+            # No block stays, so these two forms are one.
+            self.form = form
+            return None
         cuts: Cuts = [self._shards[n] if n in less else engine.shards[n] for n in numbers]
         displaced = self._tell_displaced(more)
         why_not = self._measure(engine, more, displaced, cuts)

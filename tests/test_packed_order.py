@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from dlo_core.errors import UseError
 from dlo_core.packed_choice import PackedChoice
 from dlo_core.packed_figures import Figures
 from dlo_core.testing import MODES, Recorder, SimBackend
+
+if TYPE_CHECKING:
+    from dlo_core.streamer import Streamer
 
 
 class HeavyBlock(Block):
@@ -99,6 +103,43 @@ def test_a_change_to_packed_weights_has_no_race(
         touched = {access.buffer for access in run.recorders[0].log}
         assert "home of all blocks" in touched
         assert all(order == run.world.collectives[0] for order in run.world.collectives)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_no_random_changes_of_the_form_have_a_race_or_change_a_bit(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other blocks are skipped on each rank and in each pass, and the form changes at any."""
+    chance = random.Random(seed)
+    told = [chance.choice([(0.0, 0.0), (0.0, 0.3), (300.0, 0.0)]) for _ in range(13)]
+
+    def figures(_: PackedChoice, streamer: Streamer) -> Figures:
+        compute, spared = told[streamer.tape.num_passes]
+        return Figures(compute, 200.0, 1.0, 0.7, 1.0, spared)
+
+    monkeypatch.setattr(PackedChoice, "figures", figures)
+    for name, number in (("_TIMES", 1), ("_EVERY", 1), ("_MOST_SWITCHES", 99)):
+        monkeypatch.setattr(f"dlo_core.packed_choice.{name}", number)
+    skips = [
+        [tuple(n for n in range(5) if chance.random() < 0.3) for _ in range(12)] for _ in range(2)
+    ]
+    monkeypatch.setattr("test_kit.SKIPS", skips)
+    ranks = chance.choice([1, 2, 3])
+    run = Run(
+        build=partial(heavy_toy, ranks),
+        ranks=ranks,
+        stages=chance.choice([0, 2]),
+        mode="random",
+        seed=seed,
+        packed="auto",
+        residents=chance.choice([0, 2, 3]),
+        depth=chance.choice([2, 3]),
+    )
+    run._settings["verify_packed"] = False
+    run()
+    assert run.races == []
+    assert all(order == run.world.collectives[0] for order in run.world.collectives)
 
 
 def test_forwards_on_several_compute_streams_have_no_race() -> None:
