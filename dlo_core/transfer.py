@@ -451,7 +451,9 @@ class Transfer(ABC):
         times = self._blocks[block].times
         self._copy_stream.record_event(times.copy_start)
         for at, part in parts:
-            self._backend.copy(dst[at : at + part.nbytes], part)
+            nbytes = len(part)
+            whole = at == 0 and nbytes == len(dst)
+            self._backend.copy(dst if whole else dst[at : at + nbytes], part)
         self._copy_stream.record_event(times.copy_end)
 
 
