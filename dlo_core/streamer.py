@@ -203,8 +203,9 @@ class Streamer:
         Raises:
             UseError: It has.
         """
-        self.check_alive()
-        self.check_whole()
+        if self._closed is not None or self._pool.failure is not None or self._pool.torn:
+            self.check_alive()
+            self.check_whole()
 
     def check_whole(self) -> None:
         """Raise when the weights are half updated.

@@ -58,7 +58,7 @@ def _spans(engine: Engine, streamer: Streamer) -> Iterator[Span]:
         if moved and engine.transfer.gathers:
             lanes.append(("gather", times.gather_start, times.gather_end))
         if number in streamer.last_waited:
-            if moved:
+            if moved and times.waited:
                 lanes.append(("wait", times.wait_start, times.wait_end))
             start = times.wait_end
             if engine.pool.decoded is not None:
@@ -117,7 +117,7 @@ def _packed_ratio(engine: Engine) -> float | None:
 
 def _block_stats(engine: Engine, number: int, ran: bool, *, moved: bool) -> BlockStats:
     times, layout = engine.blocks[number].times, engine.layouts[number]
-    waited, decoded = ran and moved, ran and engine.pool.decoded is not None
+    waited, decoded = ran and moved and times.waited, ran and engine.pool.decoded is not None
     exposed_ms = (_elapsed(times.wait_start, times.wait_end) or 0.0) if waited else 0.0
     moved_ms = _moved_ms(engine, number) if moved else 0.0
     return BlockStats(
