@@ -76,12 +76,13 @@ class EventConformance(BackendSuite):
             assert event.query()
             assert torch.equal(out, pattern(64, seed)), "reached by an earlier recording"
 
-    def test_one_stream_waits_for_another(self, lab: Lab) -> None:
+    @pytest.mark.parametrize("timing", [False, True])
+    def test_one_stream_waits_for_another(self, lab: Lab, timing: bool) -> None:
         first, second = lab.stream(), lab.stream()
         middle, dst, src = lab.device(257), lab.device(257), lab.host(257, 1)
         lab.busy(first)
         lab.copy(first, middle, src)
-        second.wait_event(first.record_event())
+        second.wait_event(first.record_event(lab.backend.new_event(timing=timing)))
         lab.copy(second, dst, middle)
         second.synchronize()
         assert torch.equal(lab.read(dst), src), "the second stream did not wait for the first"
