@@ -481,8 +481,8 @@ class Transfer(ABC):
         """Queue the copy of the block's shard to ``dst`` behind its first timing event."""
         self._copy_stream.record_event(self._blocks[block].times.copy_start)
         for at, part in parts:
-            nbytes = len(part)
-            whole = at == 0 and nbytes == len(dst)
+            nbytes = part.numel()
+            whole = at == 0 and nbytes == dst.numel()
             self._backend.copy(dst if whole else dst[at : at + nbytes], part)
 
 
