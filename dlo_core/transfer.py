@@ -337,6 +337,9 @@ class Transfer(ABC):
     def use(self, home: DecodedHome | None) -> None:
         """Let blocks compute elsewhere from now on; nothing is under way."""
         self._home = home
+        for slot in self._pool.slots:
+            # A block's times keep the event that it was. See [Note: one event for both].
+            slot.drained = slot.rest
 
     def home(self, slot: Slot) -> Slot:
         """Return what the block in ``slot`` computes from, once it is acquired."""

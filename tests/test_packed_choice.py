@@ -69,6 +69,11 @@ def test_no_switch_changes_a_bit(settings: dict[str, Any], monkeypatch: pytest.M
 
     passes(5)
     assert states == [False, False, False, True, True]
+    engine = offloaded.engine
+    assert engine is not None
+    # The events that were the slots' in raw passes keep the blocks' times only.
+    ends = {id(block.times.compute_end) for block in engine.blocks}
+    assert not ends & {id(slot.drained) for slot in engine.pool.slots}
     stats = offloaded.stats()
     assert stats.packed_reason is not None
     assert stats.packed_reason.startswith("packed: computation 0.00 ms")
