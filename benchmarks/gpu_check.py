@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import check_host
 import check_memory
 import check_order
 import check_start
@@ -45,7 +46,7 @@ SECTIONS: Sections = {
     "rates": (check_start.rates, 120),
     "flat": (check_memory.flat, 60),
     "sync": (check_order.sync, 60),
-    "host": (check_order.host, 60),
+    "host": (check_host.host, 90),
     "residents": (check_steps.residents, 240),
     "stages": (check_memory.stages, 60),
     "nccl": (check_order.nccl, 120),

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import dlo_core
+from dlo_core.bench.model import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -159,6 +161,26 @@ def test_every_section_of_the_gpu_check_is_documented(scripts: Any) -> None:
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in text for name in scripts("gpu_check").SECTIONS)
     assert all(f"`{name}`" in text for name in scripts("contenders").CONTENDERS)
+
+
+def test_the_hosts_time_of_a_block_is_priced_part_by_part(scripts: Any) -> None:
+    checks, check_host = scripts("checks"), scripts("check_host")
+    options = checks.Options("cpu", True, 60.0, lambda _: None)
+    found = checks.Findings(options)
+    with torch.inference_mode():
+        check_host._HostBench(options, found, Shape(32, 4, 3, 0, "float32")).measure("_x")
+    prices = found.facts["prices_us_x"]
+    failed = {name: price for name, price in prices.items() if isinstance(price, str)}
+    assert not failed
+    assert {"bind and unbind", "copy of a block, copy_", "fill of a slot"} <= set(prices)
+    # The parts are those of an engine that goes on as before.
+    for name in ("profile_x", "engine_profile_x"):
+        text = "\n".join(found.facts[name])
+        assert "tottime" in text
+        assert "streamer.py" in text
+    assert {"host_us_a_block_x", "engine_us_a_block_x", "engine_us_a_block_resident_x"} <= set(
+        found.facts
+    )
 
 
 @pytest.mark.slow
