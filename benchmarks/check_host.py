@@ -64,13 +64,18 @@ class _HostBench:
 
     def measure(self, suffix: str) -> None:
         """Measure all; ``suffix`` is added to the facts' names."""
+        import torch
+
         import dlo_core as dlo
         from dlo_core.bench.model import build
 
-        offloaded = self._sum(suffix, build(self.shape, self.options.device), build(self.shape))
-        found, backend = self.found, offloaded.backend
-        with _Priced(backend, offloaded, small=self.options.small) as priced:
+        found, args = self.found, self._args()
+        resident, model = build(self.shape, self.options.device), build(self.shape)
+        offloaded = self._sum(suffix, resident, model)
+        with _Priced(offloaded.backend, offloaded, small=self.options.small) as priced:
             found.note(**{f"prices_us{suffix}": priced.all()})
+        same = torch.equal(model(*args), resident(*args))
+        found.true(f"same bits after the parts were called{suffix}", same)
         offloaded.shutdown()
         for name, count in (("", 0), ("_resident", self.shape.num_blocks)):
             # Blocks that compute nothing leave what dlo does; those that stay have no fill.

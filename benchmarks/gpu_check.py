@@ -17,6 +17,7 @@ import json
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ import check_start
 import check_steps
 from checkout import use_checkout
 from checks import Findings, Options, Skip
-from child import answer, machine, run_child
+from child import answer, end_with_parent, keep, machine, run_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +60,7 @@ SECTIONS: Sections = {
 
 def run_section(options: argparse.Namespace, sections: Sections) -> int:
     """Run one section in this process and hand over what it finds."""
+    end_with_parent()
     made = Options(
         device=options.device,
         small=options.small,
@@ -85,18 +87,23 @@ def run_all(options: argparse.Namespace, sections: Sections, *, script: str) -> 
     deadline = time.monotonic() + options.budget
     results: dict[str, Any] = {"machine": machine(options.device), "sections": {}}
     print(json.dumps(results["machine"]), flush=True)
+
+    def note(name: str, found: dict[str, Any]) -> None:
+        results["sections"][name] = found
+        keep(Path(options.out), json.dumps(results, indent=1))
+
     for name in options.sections:
         left = deadline - time.monotonic()
         if left < 15:
-            results["sections"][name] = {"skipped": "out of budget"}
+            note(name, {"skipped": "out of budget"})
         else:
             limit_s = min(sections[name][1], left)
             print(f"== {name} (at most {limit_s:.0f} s)", flush=True)
             passed_on = ["--device", options.device, *(["--small"] if options.small else [])]
             arguments = [*passed_on, "--run", name, "--limit", str(max(limit_s - 5, 5))]
-            results["sections"][name] = run_child(script, arguments, limit_s=limit_s)
+            on_answer = partial(note, name)
+            note(name, run_child(script, arguments, limit_s=limit_s, on_answer=on_answer))
         _show(name, results["sections"][name])
-        Path(options.out).write_text(json.dumps(results, indent=1))
     verdicts = {name: verdict(found) for name, found in results["sections"].items()}
     print(json.dumps({"verdicts": verdicts}))
     return 1 if "failed" in verdicts.values() else 0
@@ -104,10 +111,11 @@ def run_all(options: argparse.Namespace, sections: Sections, *, script: str) -> 
 
 def verdict(found: dict[str, Any]) -> str:
     """Return ``"ok"``, ``"failed"`` or ``"skipped"``."""
+    right = all(check["ok"] for check in found.get("checks", ()))
     if "skipped" in found:
-        return "skipped"
+        return "skipped" if right else "failed"
     ended = found.get("complete") and "error" not in found
-    return "ok" if ended and all(check["ok"] for check in found["checks"]) else "failed"
+    return "ok" if ended and right else "failed"
 
 
 def _show(name: str, found: dict[str, Any]) -> None:

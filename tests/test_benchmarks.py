@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import torch
 
@@ -97,6 +98,67 @@ def test_a_child_answers_or_says_how_it_ended(
     assert (log is not None and "said before" in log) == ("error" in expected)
 
 
+def test_a_child_is_heard_while_it_runs(scripts: Any, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            import sys, time
+            sys.path.insert(0, {str(FOLDER)!r})
+            from child import answer
+            path = sys.argv[sys.argv.index("--answer") + 1]
+            answer(path, {{"step": 1}})
+            time.sleep(2)
+            answer(path, {{"step": 2}})
+        """)
+    )
+    heard: list[Any] = []
+    found = scripts("child").run_child(str(script), [], limit_s=30.0, on_answer=heard.append)
+    assert found["step"] == 2
+    assert {"step": 1} in heard
+
+
+def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """And so does what the child started: it would stay on the device."""
+    (tmp_path / "child_script.py").write_text(
+        textwrap.dedent(f"""
+            import os, subprocess, sys, time
+            sys.path.insert(0, {str(FOLDER)!r})
+            from child import end_with_parent
+            end_with_parent()
+            started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            pids = f"{{os.getpid()}} {{started.pid}}"
+            open({str(tmp_path / "pids.new")!r}, "w").write(pids)
+            os.rename({str(tmp_path / "pids.new")!r}, {str(tmp_path / "pids")!r})
+            time.sleep(60)
+        """)
+    )
+    parent = subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            f"import sys; sys.path.insert(0, {str(FOLDER)!r}); from child import run_child; "
+            f"run_child({str(tmp_path / 'child_script.py')!r}, [], limit_s=60)",
+        ]
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pids").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    for pid in map(int, (tmp_path / "pids").read_text().split()):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_a_file_is_kept_whole_or_not_at_all(scripts: Any, tmp_path: Path) -> None:
+    keep, path = scripts("child").keep, tmp_path / "file"
+    keep(path, "first")
+    with pytest.raises(TypeError):
+        keep(path, None)
+    assert path.read_text() == "first"
+
+
 def made_results() -> dict[str, Any]:
     def contender(step_ms: float, digest: str = "x") -> dict[str, Any]:
         runs = {"8": {"step_ms": step_ms, "digests": [digest]}}
@@ -155,6 +217,42 @@ def test_a_section_is_in_order_only_when_it_came_to_its_end(scripts: Any) -> Non
     assert verdict({"checks": [good, bad], "complete": True}) == "failed"
     assert verdict({"checks": [good], "complete": True, "error": "exit code 1"}) == "failed"
     assert verdict({"skipped": "no GPU"}) == "skipped"
+
+
+def test_a_section_that_is_left_out_in_its_middle_keeps_what_was_wrong(scripts: Any) -> None:
+    verdict = scripts("gpu_check").verdict
+    assert verdict({"skipped": "no room", "checks": [{"ok": True}]}) == "skipped"
+    assert verdict({"skipped": "no room", "checks": [{"ok": False}]}) == "failed"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), dlo_core.HostMemoryError("no")])
+@pytest.mark.parametrize("limit", [0.0, 8.0])
+def test_a_way_to_enable_that_fails_is_a_failure_and_no_more(
+    scripts: Any, error: Exception, limit: float
+) -> None:
+    """What may be refused by its own error, and has no rate to reach, may be absent."""
+    checks, check_start = scripts("checks"), scripts("check_start")
+    options = checks.Options("cpu", True, 60.0, lambda _: None)
+    found = checks.Findings(options)
+
+    def make(**settings: Any) -> Any:
+        raise error
+
+    check_start._Enabling(options, found, (), torch.zeros(1)).check("this_way", limit, make)
+    refused = isinstance(error, dlo_core.DloError) and not limit
+    assert [check.ok for check in found.checks] == [refused]
+    assert str(error) in found.facts["this_way"]
+
+
+def test_a_step_of_a_start_that_fails_costs_its_own_figure_only(scripts: Any) -> None:
+    checks, check_start = scripts("checks"), scripts("check_start")
+    found = checks.Findings(checks.Options("cpu", True, 60.0, lambda _: None))
+    steps = check_start._Steps(found, 10)
+    assert steps.rate("wrong", lambda: [][1]) is None
+    assert steps.rate("right", lambda: 5) == 5
+    assert steps.num_failed == 1
+    assert "IndexError" in found.facts["wrong"]
+    assert "gb_s" in found.facts["right"]
 
 
 def test_every_section_of_the_gpu_check_is_documented(scripts: Any) -> None:
