@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import grown
 from checks import Skip
 from grown import address_of
+from scratch import SHARED_MEMORY, room_nbytes, scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -139,7 +140,7 @@ def rates(options: Options, found: Findings) -> None:
                 ("page_cache_registered", 0.0, {"host": "mapped"}),
             ),
         ),
-        (Path("/dev/shm"), (("shared_memory_registered", 15.0, {"host": "mapped"}),)),
+        (SHARED_MEMORY, (("shared_memory_registered", 15.0, {"host": "mapped"}),)),
     ):
         names = [name for name, _, _ in ways]
         try:
@@ -230,14 +231,11 @@ class _Enabling:
 def _checkpoint(model: Any, save: Callable[..., None], where: Path) -> Iterator[Path]:
     """Save the model in a folder of its own under ``where``, while the context lasts."""
     nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-    try:
-        room = os.statvfs(where)
-    except OSError as error:
-        raise Skip(f"no {where}: {error}") from error
-    if room.f_bavail * room.f_frsize < 1.05 * nbytes:
-        raise Skip(f"{where} has no room for {nbytes:,} bytes")
-    with tempfile.TemporaryDirectory(dir=where) as folder:
-        path = Path(folder, "model.safetensors")
+    room = room_nbytes(where)
+    if room < 1.05 * nbytes:
+        raise Skip(f"{where} has room for {room:,} bytes and not for {nbytes:,}")
+    with scratch(where) as folder:
+        path = folder / "model.safetensors"
         save(model.state_dict(), path)
         # Pages that still have to be written are no warm cache.
         with path.open("rb") as file:

@@ -16,6 +16,8 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+from scratch import sweep
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -46,6 +48,8 @@ def run_child(
         ``seconds`` in both.
     """
     start = time.monotonic()
+    # Of a run that was killed before this one.
+    sweep()
     with tempfile.TemporaryDirectory(prefix="dlo-child-") as folder:
         file, log = Path(folder, "answer.json"), Path(folder, "log")
         with log.open("wb") as output:
@@ -61,6 +65,7 @@ def run_child(
                 found = _wait(child, file, start + limit_s, on_answer)
             finally:
                 _end(child)
+                sweep()
         found = {"error": f"killed after {limit_s:.0f} s"} if found is None else found
         if file.exists():
             # What the child says of its own failure says more.
