@@ -79,12 +79,12 @@ class _HostBench:
         offloaded.shutdown()
         for name, count in (("", 0), ("_resident", self.shape.num_blocks)):
             # Blocks that compute nothing leave what dlo does; those that stay have no fill.
-            model, alone = _idle(self.shape), _idle(self.shape).to(self.options.device)
-            offloaded = dlo.offload(model, device=self.options.device, resident_layers=count)
-            rows = self._in_turn(alone, model)
+            idle, alone = _idle(self.shape), _idle(self.shape).to(self.options.device)
+            offloaded = dlo.offload(idle, device=self.options.device, resident_layers=count)
+            rows = self._in_turn(alone, idle)
             found.note(**{f"engine_us_a_block{name}{suffix}": self._a_block(rows)})
             if not count:
-                found.note(**{f"engine_profile{suffix}": self._profile(model)})
+                found.note(**{f"engine_profile{suffix}": self._profile(idle)})
             offloaded.shutdown()
 
     def _sum(self, suffix: str, resident: nn.Module, model: nn.Module) -> Any:

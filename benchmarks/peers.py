@@ -19,7 +19,7 @@ import re
 import statistics
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,8 +231,8 @@ def run_all(options: argparse.Namespace) -> int:
         results["grown"] = grow(nbytes, limit_s=min(40.0, options.budget / 8))
         print(json.dumps(results["grown"]), flush=True)
     for name, lengths in todo.items():
-        before = results["contenders"].get(name, {})
-        found = run_one(name, options, lengths, deadline - time.monotonic(), before, note)
+        rest = Rest(lengths, results["contenders"].get(name, {}))
+        found = run_one(name, options, rest, deadline - time.monotonic(), note)
         note(name, found)
         print(f"{name}: {summary(found)}", flush=True)
     for name in options.contenders:
@@ -258,15 +258,28 @@ def what_is_left(
     return {name: left[name] for name in sorted(left, key=failed.__contains__)}
 
 
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is to be measured of a contender.
+
+    Attributes:
+        lengths: Those that are not known.
+        before: What is known.
+    """
+
+    lengths: list[int]
+    before: dict[str, Any] = field(default_factory=dict)
+
+
 def run_one(
     name: str,
     options: argparse.Namespace,
-    lengths: list[int],
+    rest: Rest,
     left_s: float,
-    before: dict[str, Any],
     note: Callable[[str, dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Run one contender in its process, within the time that is left, beside what is known."""
+    lengths, before = rest.lengths, rest.before
     absent = why_absent(name)
     if absent is not None:
         return before | {"skipped": absent}

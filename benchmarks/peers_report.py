@@ -32,7 +32,8 @@ def summary(found: dict[str, Any]) -> str:
         return " ".join([found.get("skipped") or found.get("error", "?"), *end])
     steps = ", ".join(f"{tokens}: {run['step_ms']} ms" for tokens, run in found["runs"].items())
     error = f"; {found['error']}" if "error" in found else ""
-    return f"{steps}; same bits: {_SAME[found.get('bit_identical')]}; {found.get('seconds', '?')} s{error}"
+    same = _SAME[found.get("bit_identical")]
+    return f"{steps}; same bits: {same}; {found.get('seconds', '?')} s{error}"
 
 
 def table(results: dict[str, Any], lengths: list[int]) -> str:

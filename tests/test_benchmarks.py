@@ -316,7 +316,9 @@ def test_a_contender_is_begun_when_there_is_time_for_it_and_who_failed_is_last(
     needs = contenders.needs_s("fsdp2_cpu_offload", options.lengths, options.passes)
     assert contenders.needs_s("dlo", options.lengths, options.passes) < needs < options.limit
     for left, begun in ((needs - 1, False), (needs + 1, True)):
-        found = peers.run_one("fsdp2_cpu_offload", options, options.lengths, left, {}, print)
+        found = peers.run_one(
+            "fsdp2_cpu_offload", options, peers.Rest(options.lengths), left, print
+        )
         assert ("out of budget" not in found.get("skipped", "")) == begun
     known = {"resident": {"error": "killed"}, "dlo": {"runs": {"4096": {}}, "error": "killed"}}
     left_over = peers.what_is_left(known, options)
@@ -365,10 +367,10 @@ def test_a_step_of_a_start_that_fails_costs_its_own_figure_only(scripts: Any) ->
     checks, check_start = scripts("checks"), scripts("check_start")
     found = checks.Findings(checks.Options("cpu", True, 60.0, lambda _: None))
     steps = check_start._Steps(found, 10)
-    assert steps.rate("wrong", lambda: [][1]) is None
+    assert steps.rate("wrong", {}.popitem) is None
     assert steps.rate("right", lambda: 5) == 5
     assert steps.num_failed == 1
-    assert "IndexError" in found.facts["wrong"]
+    assert "KeyError" in found.facts["wrong"]
     assert "gb_s" in found.facts["right"]
 
 
