@@ -54,7 +54,11 @@ class StepsJob:
 
 
 def measure_steps(member: Member, job: StepsJob) -> None:
-    """Measure every contender there is time for; tells each finding at once, as JSON."""
+    """Measure every contender there is time for; tells each finding at once, as JSON.
+
+    Who fails may leave the device or the comm library in pieces, so it is the last in these
+    processes.
+    """
     weights = Weights(job.weights)
     exchange = None
     if job.parallel == "sp":
@@ -63,7 +67,8 @@ def measure_steps(member: Member, job: StepsJob) -> None:
     for name in job.contenders:
         left = _of_first(job.until - time.time())
         if left < longest:
-            _tell(member, name, {"skipped": f"out of time: {left:.0f} s left in the section"})
+            late = f"out of time: {left:.0f} s left in the section"
+            _tell(member, name, {"skipped": late, "done": True})
             continue
         start = time.monotonic()
         error = _measure_contender(member, job, weights, name, exchange)
@@ -71,8 +76,10 @@ def measure_steps(member: Member, job: StepsJob) -> None:
         longest = max(longest, time.monotonic() - start)
         errors: list[Any] = [None] * member.size
         dist.all_gather_object(errors, error)
-        if error is not None or any(errors):
-            _tell(member, name, {"errors": errors})
+        if any(errors):
+            _tell(member, name, {"errors": errors, "done": True})
+            return
+        _tell(member, name, {"done": True})
 
 
 def _measure_contender(
@@ -83,6 +90,7 @@ def _measure_contender(
     contender, before = CONTENDERS[name], _host_memory(member, weights)
     device = member.backend.device if contender.kind == "resident" else "cpu"
     attached: Attached | None = None
+    error: str | None = None
     try:
         model = make_model(job.shape, job.parallel, exchange)
         member.barrier()
@@ -108,13 +116,19 @@ def _measure_contender(
     except Skip as skip:
         _tell(member, name, {"skipped": str(skip)})
     # Every contender has its turn, and the ranks say what they saw.
-    except Exception as error:
-        traceback.print_exc()
-        return f"{type(error).__name__}: {error}"[:1500]
-    finally:
-        if attached is not None:
+    except Exception as raised:
+        error = _said(raised)
+    if attached is not None:
+        try:
             attached.close()
-    return None
+        except Exception as raised:
+            error = error or _said(raised)
+    return error
+
+
+def _said(error: Exception) -> str:
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}"[:1500]
 
 
 def _run(
