@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -398,6 +399,22 @@ def test_the_hosts_time_of_a_block_is_priced_part_by_part(scripts: Any) -> None:
     assert {"host_us_a_block_x", "engine_us_a_block_x", "engine_us_a_block_resident_x"} <= set(
         found.facts
     )
+
+
+def test_the_calls_of_the_readme_name_what_there_is(scripts: Any) -> None:
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    known = {
+        "gpu_check": scripts("gpu_check").SECTIONS,
+        "packed_check": scripts("packed_check").SECTIONS,
+        "several_gpus": scripts("several_gpus").SECTIONS,
+    }
+    asked = re.findall(r"benchmarks/(\w+)\.py [^`;\n]*--sections ([\w,]+)", text)
+    assert {script for script, _ in asked} == set(known)
+    for script, names in asked:
+        assert set(names.split(",")) <= set(known[script]), (script, names)
+    tests = re.findall(r"tests/test_\w+\.py", text)
+    assert tests
+    assert all((FOLDER.parent / name).exists() for name in tests)
 
 
 @pytest.mark.slow

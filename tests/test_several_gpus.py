@@ -487,8 +487,9 @@ def test_no_new_processes_are_started_when_the_time_is_up(
 def test_a_contender_that_fails_is_told_by_all_ranks_and_is_their_last(scripts: Any) -> None:
     weights, steps = scripts("ranks_weights"), scripts("ranks_steps")
     made = scripts("ranks_contenders")
+    contender: Any = made.Contender
 
-    class Fails(made.Contender):  # type: ignore[misc]
+    class Fails(contender):  # type: ignore[misc]
         """Comes up, cannot be called, and cannot be let go either."""
 
         def attach(self, member: Member, model: Any) -> Any:
