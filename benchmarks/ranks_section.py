@@ -35,6 +35,7 @@ class Section:
         parallel: ``"dp"`` or ``"sp"``.
         unequal: Whether the model has blocks of two sizes.
         num_lengths: How many of the lengths it runs.
+        activity: Whether it says what the devices did, too.
         environment: Variables of its ranks.
         needs: A package without which it is left out.
     """
@@ -46,6 +47,7 @@ class Section:
     parallel: str = "dp"
     unequal: bool = False
     num_lengths: int = 2
+    activity: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     needs: str = ""
 
@@ -54,6 +56,7 @@ class Section:
 SECTIONS: dict[str, Section] = {
     "links": Section(60, kind="links"),
     "modes": Section(150, ("gather", "gather_copies", "local_shared", "local"), num_lengths=3),
+    "activity": Section(60, ("gather", "gather_copies"), num_lengths=1, activity=True),
     "fsdp": Section(100, ("fsdp2_cpu_offload",), num_lengths=3, environment=_PINNING),
     "sp": Section(90, ("gather", "gather_copies", "local_shared"), reference="sp", parallel="sp"),
     "unequal": Section(80, ("gather", "local_shared"), reference="unequal", unequal=True),
@@ -201,8 +204,9 @@ def job_of(
     runs = tuple(zip(options.lengths, options.passes, strict=False))[: section.num_lengths]
     # What is told at the end must be heard before the ranks are killed.
     until = options.until - 2 * _LAST_S
-    parallel = section.parallel
-    return measure_steps, StepsJob(options.weights, shape, parallel, runs, contenders, until)
+    return measure_steps, StepsJob(
+        options.weights, shape, section.parallel, runs, contenders, until, section.activity
+    )
 
 
 def environment(options: argparse.Namespace, section: Section, rank: int) -> dict[str, str]:

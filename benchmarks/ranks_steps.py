@@ -10,6 +10,7 @@ import statistics
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from checks import Skip
+from ranks_activity import device_activity
 from ranks_contenders import CONTENDERS, Attached
 from ranks_model import arguments, make_model
 from ranks_weights import Weights
@@ -43,6 +45,7 @@ class StepsJob:
         runs: (tokens of a rank, timed passes).
         contenders: Their names, in order.
         until: When the ranks begin nothing more, in seconds since 1970.
+        activity: Whether to say what the devices did, too.
     """
 
     weights: str
@@ -51,6 +54,7 @@ class StepsJob:
     runs: tuple[tuple[int, int], ...]
     contenders: tuple[str, ...]
     until: float
+    activity: bool = False
 
 
 def measure_steps(member: Member, job: StepsJob) -> None:
@@ -106,6 +110,8 @@ def _measure_contender(
                 run = _run(member, attached, args, passes)
                 if contender.kind == "resident":
                     run["block_ms"] = _time_blocks(member, model, args)
+                if job.activity:
+                    run["activity"] = device_activity(member, partial(attached.call, *args))
             facts = attached.facts()
             run["exposed_ms"] = facts.pop("exposed_ms", None)
             found["runs"][str(tokens)] = run

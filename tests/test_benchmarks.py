@@ -65,6 +65,13 @@ def test_a_clone_declares_the_backends_that_its_project_declares(scripts: Any) -
     ]
 
 
+def test_the_checkout_is_python_for_a_clone() -> None:
+    code = "import dlo_core, sys; print(dlo_core.__version__); sys.exit(3)"
+    done = run_script("checkout.py", "-c", code)
+    assert done.stdout.strip() == dlo_core.__version__
+    assert done.returncode == 3
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [

@@ -328,6 +328,28 @@ def test_the_tables_tell_all_that_was_found(scripts: Any) -> None:
     assert "from 291 tokens on" in text
 
 
+def test_what_a_device_did_is_told_by_kind_and_by_pass(scripts: Any) -> None:
+    events = [
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 80, 30.0),
+        ("Memcpy HtoD (Pinned -> Device)", 80, 200.0),
+        ("Memcpy PtoP (Device -> Device)", 4, 2.0),
+        ("nvjet_hsh_256x128_64x4", 320, 150.0),
+        ("cudaLaunchKernel", 900, 0.0),
+    ]
+    told = scripts("ranks_activity").summary(events, 2)
+    assert told["kinds"] == {
+        "comm kernels": [40, 15.0],
+        "copies from the host": [40, 100.0],
+        "copies between devices": [2, 1.0],
+        "other kernels": [160, 75.0],
+    }
+    assert next(iter(told["longest"])).startswith("Memcpy HtoD")
+    results = made_results()
+    results["sections"]["modes"]["contenders"]["gather"]["0"]["runs"]["100"]["activity"] = told
+    text = scripts("ranks_tables").tables(results, scripts("ranks_report").rows_of(results))
+    assert "- gather, 100 tokens, a pass on rank 0: comm kernels 40 in 15.00 ms" in text
+
+
 # --- the script -----------------------------------------------------------------------------------
 
 
