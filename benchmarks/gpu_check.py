@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 use_checkout()
 
 Sections = dict[str, tuple["Callable[[Options, Findings], None]", float]]
+_LINES = 20
 # In the order of what one wants to know first, each with its limit in seconds.
 SECTIONS: Sections = {
     "grow": (check_start.grow, 60),
@@ -123,11 +124,18 @@ def _show(name: str, found: dict[str, Any]) -> None:
         word = "ok  " if check["ok"] else "FAIL"
         print(f"  {word} {check['name']}: {check['value']} ({check['limit']})")
     if found.get("facts"):
-        print(f"  facts: {json.dumps(found['facts'])}")
+        print(f"  facts: {json.dumps(_shortened(found['facts']))}")
     for key in ("skipped", "error", "log"):
         if key in found:
             print(f"  {key}: {found[key]}")
     print(f"  {name}: {verdict(found)}, {found.get('seconds', 0)} s", flush=True)
+
+
+def _shortened(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts without long texts, which are in the file."""
+    long = {name: value for name, value in facts.items() if isinstance(value, list)}
+    said = {name: f"{len(text)} lines" for name, text in long.items() if len(text) > _LINES}
+    return facts | said
 
 
 def parse(about: str, sections: Sections, *, out: str) -> argparse.Namespace:
