@@ -316,8 +316,15 @@ def passes_of(name: str, passes: int) -> int:
     return min(2, passes) if name.startswith("accelerate") else passes
 
 
-def needs_s(name: str, lengths: list[int], passes: int) -> float:
-    """Return about how many seconds a contender takes; it is not begun with fewer."""
+def needs_s(name: str, lengths: list[int], passes: int, scale: float = 1.0) -> float:
+    """Return about how many seconds a contender takes; it is not begun with fewer.
+
+    Args:
+        name: Of the contender.
+        lengths: What is measured.
+        passes: Timed passes of each.
+        scale: Of the model's weights, those of 40 blocks of 340 MB being 1.
+    """
     kind = name.partition("_")[0]
     setup = _SETUP_S.get(name, _SETUP_S[kind])
     shortest = _PASS_S.get(kind, 0.28)
@@ -326,7 +333,7 @@ def needs_s(name: str, lengths: list[int], passes: int) -> float:
     if kind == "accelerate":
         steps = [shortest + 0.04 * n / 1024 for n in lengths]
     counted = 2 + passes_of(name, passes)
-    return _EACH_S + _SLACK * (setup + counted * sum(steps))
+    return _EACH_S + _SLACK * scale * (setup + counted * sum(steps))
 
 
 def why_absent(name: str) -> str | None:

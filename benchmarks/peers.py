@@ -214,9 +214,8 @@ def run_all(options: argparse.Namespace) -> int:
     if options.resume:
         results["contenders"] = known_results(Path(options.resume), results)
 
-    def note(name: str, found: dict[str, Any]) -> None:
-        """Keep what was found, beside all that was known of others and of other lengths."""
-        results["contenders"][name] = found
+    def save() -> None:
+        """Keep what is known, in the order of the table."""
         in_order = [known for known in CONTENDERS if known in results["contenders"]]
         contenders = results["contenders"] = {n: results["contenders"][n] for n in in_order}
         for each in contenders.values():
@@ -224,6 +223,12 @@ def run_all(options: argparse.Namespace) -> int:
         keep(out / "peers.json", json.dumps(results, indent=1))
         keep(out / "peers.md", table(results, options.lengths))
 
+    def note(name: str, found: dict[str, Any]) -> None:
+        """Keep what was found, beside all that was known of others and of other lengths."""
+        results["contenders"][name] = found
+        save()
+
+    save()
     todo = what_is_left(results["contenders"], options)
     if todo:
         # Three copies of the weights: the model's, a contender's, and the checkpoint of another.
@@ -283,7 +288,8 @@ def run_one(
     absent = why_absent(name)
     if absent is not None:
         return before | {"skipped": absent}
-    needs = 0.0 if options.small else needs_s(name, lengths, options.passes)
+    scale = options.width**2 * options.blocks / (3072**2 * 40)
+    needs = 0.0 if options.small else needs_s(name, lengths, options.passes, scale)
     if left_s < needs:
         return before | {"skipped": f"out of budget: {left_s:.0f} s of about {needs:.0f} s left"}
     limit_s = min(max(options.limit, 1.5 * needs), left_s)

@@ -308,7 +308,14 @@ def test_a_run_that_is_killed_goes_on_where_it_stopped(
             continue
     assert codes[-1] == 0
     assert sorted(measured) == sorted((name, tokens) for name in asked for tokens in lengths)
-    found = json.loads((tmp_path / "peers.json").read_text())["contenders"]
+    # All is known now, and kept where the results of this run go.
+    elsewhere = tmp_path / "elsewhere"
+    arguments = ["peers.py", "--device", "cpu", "--small", "--contenders", every]
+    arguments += ["--resume", str(tmp_path), "--out", str(elsewhere)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert peers.run_all(peers.parse()) == 0
+    found = json.loads((elsewhere / "peers.json").read_text())["contenders"]
+    assert len(measured) == len(asked) * len(lengths)
     assert list(found) == asked
     assert all(set(each["runs"]) == set(lengths) for each in found.values())
     assert all(each["bit_identical"] for each in found.values())
@@ -332,6 +339,7 @@ def test_a_contender_is_begun_when_there_is_time_for_it_and_who_failed_is_last(
     left_over = peers.what_is_left(known, options)
     assert list(left_over) == ["fsdp2_cpu_offload", "resident", "dlo"]
     assert left_over["dlo"] == options.lengths[1:]
+    assert contenders.needs_s("dlo", [4096], 5, 0.1) < contenders.needs_s("dlo", [4096], 5)
     # Every contender has an estimate.
     assert all(contenders.needs_s(name, [4096], 5) > 0 for name in contenders.CONTENDERS)
 
