@@ -290,7 +290,7 @@ class _Priced:
 
         def bind() -> None:
             binding.bind(slot)
-            binding.unbind(slot)
+            binding.unbind()
 
         def use() -> None:
             transfer.acquire(slot, block)
