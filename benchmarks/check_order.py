@@ -1,4 +1,4 @@
-"""Order: bits in every shape of offload, waits and cost of the host, compiling, NCCL."""
+"""Order: bits in every shape of offload, waits of the host, compiling, NCCL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from dlo_core.bench.launch import Member
 
-__all__ = ["bits", "compiled", "graph", "host", "nccl", "sanitizer", "sync"]
+__all__ = ["bits", "compiled", "graph", "nccl", "sanitizer", "sync"]
 
 
 def _small(options: Options, blocks: int = 12, halves: int = 0) -> Any:
@@ -84,54 +84,6 @@ def sync(options: Options, found: Findings) -> None:
         hidden = {key: n for key, n in waits.items() if key != "cudaDeviceSynchronize"}
         found.at_most("stream or event waits in three passes", sum(hidden.values()), 0)
         found.true("copies come from pinned memory", bool(found.facts["copies"]))
-        offloaded.shutdown()
-
-
-def host(options: Options, found: Findings) -> None:
-    """Time what the host does for a block: a streamed pass less a resident one."""
-    import torch
-
-    import dlo_core as dlo
-    from dlo_core.bench.model import build, inputs
-
-    shape = _small(options)
-    device = torch.device(options.device)
-    args = inputs(shape, 16, device)
-
-    def issue_us(call: Any) -> float:
-        """Return the microseconds in which the host issues a pass, in a stretch of ten."""
-        start = time.perf_counter()
-        for _ in range(10):
-            call(*args)
-        taken = (time.perf_counter() - start) / 10 * 1e6
-        if options.cuda:
-            torch.cuda.synchronize()
-        return taken
-
-    resident, model = build(shape, device), build(shape)
-    with torch.inference_mode():
-        offloaded = dlo.offload(model, device=options.device)
-        count = len(offloaded.blocks)
-        # In turn, for what else the host does changes from one moment to the next. So small a pass
-        # is the host's affair alone: the device is done with it sooner.
-        rounds = 42 if options.cuda else 4
-        rows = [(issue_us(resident), issue_us(model)) for _ in range(rounds)][2:]
-        alone, streamed = zip(*rows, strict=True)
-        found.note(
-            resident_us=round(statistics.median(alone), 1),
-            streamed_us=round(statistics.median(streamed), 1),
-            least_resident_us=round(min(alone), 1),
-            least_streamed_us=round(min(streamed), 1),
-            blocks=count,
-        )
-        median = statistics.median(after - before for before, after in rows) / count
-        least = (min(streamed) - min(alone)) / count
-        found.note(host_us_a_block_least=round(least, 1))
-        if options.cuda:
-            found.at_most("host time of a block, µs", median, 60.0)
-        else:
-            # On a CPU the copies are the host's work, too.
-            found.note(host_us_a_block=round(median, 1))
         offloaded.shutdown()
 
 

@@ -3,6 +3,8 @@
 An installed dlo finds its backends by entry points. A clone has none, so the ones that its
 ``pyproject.toml`` declares are written where Python looks for them, for this process and those that
 it starts.
+
+    python benchmarks/checkout.py -m pytest -q tests/test_bits.py    Python, for a clone
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import atexit
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from importlib import metadata
@@ -50,3 +53,8 @@ def _entry_points() -> Path:
         "Metadata-Version: 2.1\nName: dlo\nVersion: 0\n", encoding="utf-8"
     )
     return folder
+
+
+if __name__ == "__main__":
+    use_checkout()
+    sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import ExitStack
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from scratch import SHARED_MEMORY, room_nbytes, scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +24,16 @@ if TYPE_CHECKING:
         [nn.Module, "Setting"], tuple[Callable[..., Any], Callable[[], dict[str, Any]]]
     ]
 
-__all__ = ["CONTENDERS", "NotInstalled", "Setting", "host_used_gb", "omni_pipe", "why_absent"]
+__all__ = [
+    "CONTENDERS",
+    "NotInstalled",
+    "Setting",
+    "host_used_gb",
+    "needs_s",
+    "omni_pipe",
+    "passes_of",
+    "why_absent",
+]
 
 _GB = 1e9
 
@@ -33,6 +45,7 @@ class Setting:
         device: The device.
         shape: Of the model.
         on_cpu: Whether there is no accelerator to copy to.
+        closing: What is undone when all is measured.
         before_gb: Host memory that was in use when the set-up began.
         start: The time then.
     """
@@ -44,6 +57,7 @@ class Setting:
         self.device = torch.device(device)
         self.shape = shape
         self.on_cpu = self.device.type == "cpu"
+        self.closing = ExitStack()
         self.restart()
 
     def restart(self) -> None:
@@ -93,7 +107,6 @@ def attach_dlo(**settings: Any) -> Attach:
 
 def attach_dlo_registered(model: nn.Module, setting: Setting) -> Any:
     """Return dlo over a checkpoint in memory, registered where it lies: no copy of the weights."""
-    import os
     import tempfile
 
     import torch
@@ -103,22 +116,14 @@ def attach_dlo_registered(model: nn.Module, setting: Setting) -> Any:
     from dlo_core.bench.model import SyntheticTransformer
 
     nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-    room = os.statvfs("/dev/shm")
-    fits = room.f_bavail * room.f_frsize > 1.05 * nbytes
-    folder = tempfile.mkdtemp(dir="/dev/shm" if fits else None)
-    path = Path(folder, "model.safetensors")
-    try:
-        save_file(model.state_dict(), path)
-        with torch.device("meta"):
-            bare = SyntheticTransformer(setting.shape).to(getattr(torch, setting.shape.dtype))
-        setting.restart()
-        offloaded = dlo.offload(
-            bare.eval(), device=str(setting.device), checkpoint=path, host="mapped"
-        )
-    finally:
-        # The pages stay as long as they are mapped.
-        path.unlink(missing_ok=True)
-        Path(folder).rmdir()
+    fits = room_nbytes(SHARED_MEMORY) > 1.05 * nbytes
+    where = SHARED_MEMORY if fits else Path(tempfile.gettempdir())
+    path = setting.closing.enter_context(scratch(where)) / "model.safetensors"
+    save_file(model.state_dict(), path)
+    with torch.device("meta"):
+        bare = SyntheticTransformer(setting.shape).to(getattr(torch, setting.shape.dtype))
+    setting.restart()
+    offloaded = dlo.offload(bare.eval(), device=str(setting.device), checkpoint=path, host="mapped")
 
     def facts() -> dict[str, Any]:
         stats = offloaded.stats()
@@ -172,6 +177,9 @@ def attach_fsdp(model: nn.Module, setting: Setting) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
+    # A world of one talks to nobody.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_IB_DISABLE", "1")
     store = os.path.join(tempfile.mkdtemp(), "store")
     library = "gloo" if setting.on_cpu else "nccl"
     dist.init_process_group(library, init_method=f"file://{store}", rank=0, world_size=1)
@@ -291,6 +299,41 @@ PACKAGES = {
     "mmgp": "mmgp",
     "omni": "vllm_omni",
 }
+
+
+# Seconds on a machine with one H200, beyond what every contender takes (`_EACH_S`: Python, torch,
+# the weights on the host): of the set-up, and of a pass at 4096 tokens and what longer ones add.
+_EACH_S, _SLACK = 12.0, 1.25
+_PASS_S = {"accelerate": 2.1, "mmgp": 0.5, "fsdp2": 0.34, "resident": 0.09}
+_SETUP_S = {
+    **{"resident": 4.0, "dlo": 3.0, "dlo_registered": 25.0, "diffusers": 27.0, "fsdp2": 30.0},
+    **{"accelerate": 1.0, "mmgp": 22.0, "omni": 19.0},
+}
+
+
+def passes_of(name: str, passes: int) -> int:
+    """Return how many passes of a contender are timed at each length, of so many wanted."""
+    return min(2, passes) if name.startswith("accelerate") else passes
+
+
+def needs_s(name: str, lengths: list[int], passes: int, scale: float = 1.0) -> float:
+    """Return about how many seconds a contender takes; it is not begun with fewer.
+
+    Args:
+        name: Of the contender.
+        lengths: What is measured.
+        passes: Timed passes of each.
+        scale: Of the model's weights, those of 40 blocks of 340 MB being 1.
+    """
+    kind = name.partition("_")[0]
+    setup = _SETUP_S.get(name, _SETUP_S[kind])
+    shortest = _PASS_S.get(kind, 0.28)
+    # What is computed: 0.09 s at 4096 tokens, 0.27 at 10240, 0.91 at 24576.
+    steps = [max(shortest, 0.016 * (n / 1024) + 0.9e-3 * (n / 1024) ** 2) for n in lengths]
+    if kind == "accelerate":
+        steps = [shortest + 0.04 * n / 1024 for n in lengths]
+    counted = 2 + passes_of(name, passes)
+    return _EACH_S + _SLACK * scale * (setup + counted * sum(steps))
 
 
 def why_absent(name: str) -> str | None:

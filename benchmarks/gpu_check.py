@@ -17,16 +17,18 @@ import json
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import check_host
 import check_memory
 import check_order
 import check_start
 import check_steps
 from checkout import use_checkout
 from checks import Findings, Options, Skip
-from child import answer, machine, run_child
+from child import answer, end_with_parent, keep, machine, run_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 use_checkout()
 
 Sections = dict[str, tuple["Callable[[Options, Findings], None]", float]]
+_LINES = 20
 # In the order of what one wants to know first, each with its limit in seconds.
 SECTIONS: Sections = {
     "grow": (check_start.grow, 60),
@@ -45,7 +48,7 @@ SECTIONS: Sections = {
     "rates": (check_start.rates, 120),
     "flat": (check_memory.flat, 60),
     "sync": (check_order.sync, 60),
-    "host": (check_order.host, 60),
+    "host": (check_host.host, 90),
     "residents": (check_steps.residents, 240),
     "stages": (check_memory.stages, 60),
     "nccl": (check_order.nccl, 120),
@@ -58,6 +61,7 @@ SECTIONS: Sections = {
 
 def run_section(options: argparse.Namespace, sections: Sections) -> int:
     """Run one section in this process and hand over what it finds."""
+    end_with_parent()
     made = Options(
         device=options.device,
         small=options.small,
@@ -84,18 +88,23 @@ def run_all(options: argparse.Namespace, sections: Sections, *, script: str) -> 
     deadline = time.monotonic() + options.budget
     results: dict[str, Any] = {"machine": machine(options.device), "sections": {}}
     print(json.dumps(results["machine"]), flush=True)
+
+    def note(name: str, found: dict[str, Any]) -> None:
+        results["sections"][name] = found
+        keep(Path(options.out), json.dumps(results, indent=1))
+
     for name in options.sections:
         left = deadline - time.monotonic()
         if left < 15:
-            results["sections"][name] = {"skipped": "out of budget"}
+            note(name, {"skipped": "out of budget"})
         else:
             limit_s = min(sections[name][1], left)
             print(f"== {name} (at most {limit_s:.0f} s)", flush=True)
             passed_on = ["--device", options.device, *(["--small"] if options.small else [])]
             arguments = [*passed_on, "--run", name, "--limit", str(max(limit_s - 5, 5))]
-            results["sections"][name] = run_child(script, arguments, limit_s=limit_s)
+            on_answer = partial(note, name)
+            note(name, run_child(script, arguments, limit_s=limit_s, on_answer=on_answer))
         _show(name, results["sections"][name])
-        Path(options.out).write_text(json.dumps(results, indent=1))
     verdicts = {name: verdict(found) for name, found in results["sections"].items()}
     print(json.dumps({"verdicts": verdicts}))
     return 1 if "failed" in verdicts.values() else 0
@@ -103,10 +112,11 @@ def run_all(options: argparse.Namespace, sections: Sections, *, script: str) -> 
 
 def verdict(found: dict[str, Any]) -> str:
     """Return ``"ok"``, ``"failed"`` or ``"skipped"``."""
+    right = all(check["ok"] for check in found.get("checks", ()))
     if "skipped" in found:
-        return "skipped"
+        return "skipped" if right else "failed"
     ended = found.get("complete") and "error" not in found
-    return "ok" if ended and all(check["ok"] for check in found["checks"]) else "failed"
+    return "ok" if ended and right else "failed"
 
 
 def _show(name: str, found: dict[str, Any]) -> None:
@@ -114,11 +124,18 @@ def _show(name: str, found: dict[str, Any]) -> None:
         word = "ok  " if check["ok"] else "FAIL"
         print(f"  {word} {check['name']}: {check['value']} ({check['limit']})")
     if found.get("facts"):
-        print(f"  facts: {json.dumps(found['facts'])}")
+        print(f"  facts: {json.dumps(_shortened(found['facts']))}")
     for key in ("skipped", "error", "log"):
         if key in found:
             print(f"  {key}: {found[key]}")
     print(f"  {name}: {verdict(found)}, {found.get('seconds', 0)} s", flush=True)
+
+
+def _shortened(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts without long texts, which are in the file."""
+    long = {name: value for name, value in facts.items() if isinstance(value, list)}
+    said = {name: f"{len(text)} lines" for name, text in long.items() if len(text) > _LINES}
+    return facts | said
 
 
 def parse(about: str, sections: Sections, *, out: str) -> argparse.Namespace:

@@ -36,7 +36,11 @@ def grow(nbytes: int, *, limit_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     while done < wanted and time.perf_counter() - start < limit_s:
         step = min(_STEP_NBYTES, wanted - done)
-        pages = mmap.mmap(-1, step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            pages = mmap.mmap(-1, step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            found["stopped"] = str(error)
+            break
         with suppress(OSError, AttributeError):
             pages.madvise(mmap.MADV_HUGEPAGE)
         code = touch(address_of(pages), step)

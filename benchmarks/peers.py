@@ -7,6 +7,7 @@ left out and said so. See README.md beside this file.
 
     python benchmarks/peers.py --out results                    on a GPU, about 30 s a contender
     python benchmarks/peers.py --out results --resume           what is not in results yet
+    python benchmarks/peers.py --out here --resume there/peers.json
     python benchmarks/peers.py --device cpu --small --out here  a minute, to see that it works
 """
 
@@ -18,14 +19,22 @@ import re
 import statistics
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkout import use_checkout
-from child import answer, machine, run_child
-from contenders import CONTENDERS, NotInstalled, Setting, host_used_gb, why_absent
+from child import answer, end_with_parent, keep, machine, run_child
+from contenders import (
+    CONTENDERS,
+    NotInstalled,
+    Setting,
+    host_used_gb,
+    needs_s,
+    passes_of,
+    why_absent,
+)
 from grown import grow
 from peers_report import compare, plot, summary, table
 
@@ -40,6 +49,11 @@ if TYPE_CHECKING:
 use_checkout()
 
 _GB = 1e9
+# Of a machine: what must be alike for results of two runs to stand in one table.
+_ALIKE = (
+    *("gpu", "cores", "device", "python", "torch", "nccl"),
+    *("diffusers", "accelerate", "mmgp", "vllm-omni"),
+)
 
 
 # --- one contender, in its process ----------------------------------------------------------------
@@ -47,6 +61,7 @@ _GB = 1e9
 
 def run_contender(options: argparse.Namespace) -> None:
     """Measure one contender and hand the figures over, length by length."""
+    end_with_parent()
     import torch
 
     from dlo_core.bench.model import build
@@ -71,12 +86,13 @@ def run_contender(options: argparse.Namespace) -> None:
     if options.run == "resident":
         found |= link_facts(model, setting)
     for tokens in options.lengths:
-        passes = 2 if "accelerate" in options.run and not options.small else options.passes
+        passes = passes_of(options.run, options.passes)
         found["runs"][str(tokens)] = measure(call, setting, tokens, passes)
         found |= memory_facts(setting) | facts()
         answer(options.answer, found)
         print(tokens, found["runs"][str(tokens)], flush=True)
     answer(options.answer, found | {"complete": True})
+    setting.closing.close()
     sys.stdout.flush()
     # A peer's own clean-up at exit is not what is measured, and one of them hangs in it.
     import os
@@ -185,67 +201,156 @@ def shape_of(options: argparse.Namespace) -> Shape:
 
 
 def run_all(options: argparse.Namespace) -> int:
-    """Run every contender and write the table after each; return the exit code."""
+    """Run every contender and write the table as figures come; return the exit code."""
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.budget
     results: dict[str, Any] = {
         "machine": machine(options.device),
         "shape": asdict(shape_of(options)),
+        "passes": options.passes,
         "contenders": {},
     }
-    known = known_results(out / "peers.json", results, options.lengths) if options.resume else {}
-    # Three copies of the weights: the model's, a contender's, and the checkpoint of another.
-    nbytes = 1 << 26 if options.small else 3 * 36 * options.width**2 * options.blocks
-    results["grown"] = grow(nbytes, limit_s=min(40.0, options.budget / 8))
-    print(json.dumps(results["grown"]), flush=True)
-    for name in options.contenders:
-        found = known.get(name) or run_one(name, options, deadline - time.monotonic())
-        compare(found, results["contenders"].get("resident", found))
+    if options.resume:
+        results["contenders"] = known_results(Path(options.resume), results)
+
+    def save() -> None:
+        """Keep what is known, in the order of the table."""
+        in_order = [known for known in CONTENDERS if known in results["contenders"]]
+        contenders = results["contenders"] = {n: results["contenders"][n] for n in in_order}
+        for each in contenders.values():
+            compare(each, contenders.get("resident", {}))
+        keep(out / "peers.json", json.dumps(results, indent=1))
+        keep(out / "peers.md", table(results, options.lengths))
+
+    def note(name: str, found: dict[str, Any]) -> None:
+        """Keep what was found, beside all that was known of others and of other lengths."""
         results["contenders"][name] = found
-        (out / "peers.json").write_text(json.dumps(results, indent=1))
-        (out / "peers.md").write_text(table(results, options.lengths))
+        save()
+
+    save()
+    todo = what_is_left(results["contenders"], options)
+    if todo:
+        # Three copies of the weights: the model's, a contender's, and the checkpoint of another.
+        nbytes = 1 << 26 if options.small else 3 * 36 * options.width**2 * options.blocks
+        results["grown"] = grow(nbytes, limit_s=min(40.0, options.budget / 8))
+        print(json.dumps(results["grown"]), flush=True)
+    for name, lengths in todo.items():
+        rest = Rest(lengths, results["contenders"].get(name, {}))
+        found = run_one(name, options, rest, deadline - time.monotonic(), note)
+        note(name, found)
         print(f"{name}: {summary(found)}", flush=True)
+    for name in options.contenders:
+        if name not in todo:
+            print(f"{name}: known", flush=True)
     print(table(results, options.lengths))
     if options.plot:
         print(plot(results, options.lengths, out / "peers.png"))
-    ours = [found for name, found in results["contenders"].items() if name.startswith("dlo")]
-    wrong = [found for found in ours if "skipped" not in found and not found.get("bit_identical")]
-    return 1 if wrong or not ours else 0
+    return verdict(results["contenders"], options.contenders)
 
 
-def run_one(name: str, options: argparse.Namespace, left_s: float) -> dict[str, Any]:
-    """Run one contender in its process, within the time that is left."""
+def what_is_left(
+    known: dict[str, dict[str, Any]], options: argparse.Namespace
+) -> dict[str, list[int]]:
+    """Return whom to run at which lengths: those that failed before come last."""
+    left = {}
+    for name in options.contenders:
+        runs = known.get(name, {}).get("runs", {})
+        lengths = [tokens for tokens in options.lengths if str(tokens) not in runs]
+        if lengths:
+            left[name] = lengths
+    failed = {name for name in left if known.get(name, {}).get("error")}
+    return {name: left[name] for name in sorted(left, key=failed.__contains__)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is to be measured of a contender.
+
+    Attributes:
+        lengths: Those that are not known.
+        before: What is known.
+    """
+
+    lengths: list[int]
+    before: dict[str, Any] = field(default_factory=dict)
+
+
+def run_one(
+    name: str,
+    options: argparse.Namespace,
+    rest: Rest,
+    left_s: float,
+    note: Callable[[str, dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Run one contender in its process, within the time that is left, beside what is known."""
+    lengths, before = rest.lengths, rest.before
     absent = why_absent(name)
     if absent is not None:
-        return {"skipped": absent}
-    if left_s < min(options.limit, 20):
-        return {"skipped": "out of budget"}
-    return run_child(__file__, [*sys.argv[1:], "--run", name], limit_s=min(options.limit, left_s))
+        return before | {"skipped": absent}
+    scale = options.width**2 * options.blocks / (3072**2 * 40)
+    needs = 0.0 if options.small else needs_s(name, lengths, options.passes, scale)
+    if left_s < needs:
+        return before | {"skipped": f"out of budget: {left_s:.0f} s of about {needs:.0f} s left"}
+    limit_s = min(max(options.limit, 1.5 * needs), left_s)
+    arguments = [*sys.argv[1:], "--run", name, "--tokens", ",".join(map(str, lengths))]
+
+    def beside(found: dict[str, Any]) -> dict[str, Any]:
+        return beside_known(before, found, options.lengths)
+
+    found = run_child(
+        __file__, arguments, limit_s=limit_s, on_answer=lambda told: note(name, beside(told))
+    )
+    return beside(found)
 
 
-def known_results(
-    path: Path, results: dict[str, Any], lengths: list[int]
-) -> dict[str, dict[str, Any]]:
-    """Return the contenders that came to their end in an earlier run like this one."""
+def beside_known(
+    before: dict[str, Any], found: dict[str, Any], lengths: list[int]
+) -> dict[str, Any]:
+    """Return what was found together with the lengths that were known."""
+    runs = before.get("runs", {}) | found.get("runs", {})
+    order = sorted(runs, key=int)
+    old = {key: value for key, value in before.items() if key not in ("skipped", "error", "log")}
+    made = old | found | {"runs": {tokens: runs[tokens] for tokens in order}}
+    if not set(map(str, lengths)) <= runs.keys():
+        made.pop("complete", None)
+    return made
+
+
+def known_results(path: Path, results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what an earlier run like this one found, of the lengths that came to their end.
+
+    The machine must be of the same kind, with the same packages, model and number of passes; of dlo
+    itself the code must be the same, too.
+    """
+    path = path / "peers.json" if path.is_dir() else path
     try:
         before = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        print(f"no earlier results: {error}", flush=True)
         return {}
-    same = ("gpu", "torch", "device", "nccl", "diffusers", "accelerate", "mmgp", "vllm-omni")
-    if before.get("shape") != results["shape"] or any(
-        before["machine"].get(key) != results["machine"].get(key) for key in same
-    ):
-        print("the earlier results are of another model, machine or package: not used")
+    now, then = results["machine"], before["machine"]
+    other = [f"machine.{key}" for key in _ALIKE if then.get(key) != now.get(key)]
+    other += [key for key in ("shape", "passes") if before.get(key) != results[key]]
+    if other:
+        print(f"earlier results differ in {', '.join(other)}: not used", flush=True)
         return {}
-    ours = before["machine"].get("commit") == results["machine"].get("commit")
-    return {
-        name: found | {"from": before["machine"]["date"]}
-        for name, found in before["contenders"].items()
-        if found.get("complete")
-        and set(map(str, lengths)) <= set(found["runs"])
-        and (ours or not name.startswith("dlo"))
-    }
+    ours = then.get("code") is not None and then.get("code") == now.get("code")
+    kept = {}
+    for name, found in before["contenders"].items():
+        if name.startswith("dlo") and not ours:
+            continue
+        if found.get("runs") or found.get("error"):
+            kept[name] = {"from": then["date"]} | found
+    return kept
+
+
+def verdict(contenders: dict[str, dict[str, Any]], asked: list[str]) -> int:
+    """Return 1 when dlo gave other bits than the resident run, or failed where it was asked."""
+    ours = {name: found for name, found in contenders.items() if name.startswith("dlo")}
+    wrong = [name for name, found in ours.items() if found.get("bit_identical") is False]
+    silent = [name for name in asked if name in ours and ours[name].get("error")]
+    return 1 if wrong or silent else 0
 
 
 def parse() -> argparse.Namespace:
@@ -261,7 +366,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--passes", type=int, default=6, help="timed passes of each length")
     parser.add_argument("--budget", type=float, default=560, help="seconds for all contenders")
     parser.add_argument("--limit", type=float, default=110, help="seconds for one contender")
-    parser.add_argument("--resume", action="store_true", help="keep what --out has already")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="keep what an earlier run has found: peers.json or its folder; that of --out",
+    )
     parser.add_argument("--plot", action="store_true", help="write peers.png (needs matplotlib)")
     parser.add_argument("--run", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--answer", help=argparse.SUPPRESS)
@@ -269,6 +380,8 @@ def parse() -> argparse.Namespace:
     if options.small:
         options.width, options.heads, options.blocks, options.passes = 64, 4, 5, 3
     lengths = options.tokens or ("8,32" if options.small else "4096,10240,24576")
+    if options.resume is not None:
+        options.resume = options.resume or options.out
     options.lengths = [int(part) for part in lengths.split(",")]
     options.contenders = options.contenders.split(",") if options.contenders else [*CONTENDERS]
     unknown = [name for name in options.contenders if name not in CONTENDERS]

@@ -9,15 +9,20 @@ if TYPE_CHECKING:
 
 __all__ = ["compare", "plot", "summary", "table"]
 
+_SAME = {True: "yes", False: "**no**", None: "?"}
+
 
 def compare(found: dict[str, Any], resident: dict[str, Any]) -> None:
-    """Add whether every pass of every length gave the resident run's bits."""
+    """Add whether every pass of every length gave the resident run's bits; None: not known."""
     if found.get("runs"):
-        found["bit_identical"] = all(
-            run["digests"] == resident.get("runs", {}).get(tokens, {}).get("digests")
-            and len(run["digests"]) == 1
+        known = resident.get("runs", {})
+        same = {
+            tokens: run["digests"] == known[tokens]["digests"] and len(run["digests"]) == 1
             for tokens, run in found["runs"].items()
-        )
+            if tokens in known
+        }
+        unknown = None if same.keys() != found["runs"].keys() else True
+        found["bit_identical"] = unknown if all(same.values()) else False
 
 
 def summary(found: dict[str, Any]) -> str:
@@ -27,7 +32,8 @@ def summary(found: dict[str, Any]) -> str:
         return " ".join([found.get("skipped") or found.get("error", "?"), *end])
     steps = ", ".join(f"{tokens}: {run['step_ms']} ms" for tokens, run in found["runs"].items())
     error = f"; {found['error']}" if "error" in found else ""
-    return f"{steps}; same bits: {found['bit_identical']}; {found['seconds']} s{error}"
+    same = _SAME[found.get("bit_identical")]
+    return f"{steps}; same bits: {same}; {found.get('seconds', '?')} s{error}"
 
 
 def table(results: dict[str, Any], lengths: list[int]) -> str:
@@ -55,12 +61,18 @@ def table(results: dict[str, Any], lengths: list[int]) -> str:
         ]
         cells += [peaks[-1] if peaks else "–"]
         cells += [str(found.get(key, "–")) for key in ("pinned_gb", "host_added_gb", "setup_s")]
-        cells.append("yes" if found.get("bit_identical") else "**no**")
+        cells.append(_SAME[found.get("bit_identical")])
         rows.append("| " + " | ".join(cells) + " |")
     about = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
     limit = "The limit is the longer of a resident step and of the link's time for all blocks: "
     limit += ", ".join(f"{tokens} tokens {ms:.1f} ms" for tokens, ms in limits.items())
-    return "\n".join([about, "", limit, "", *rows, "", *against_peers(results, lengths), ""])
+    earlier = [
+        f"{name}: measured {found['from']}, at least in part"
+        for name, found in results["contenders"].items()
+        if "from" in found
+    ]
+    end = [*against_peers(results, lengths), *earlier]
+    return "\n".join([about, "", limit, "", *rows, "", *end, ""])
 
 
 def limits_ms(results: dict[str, Any]) -> dict[str, float]:

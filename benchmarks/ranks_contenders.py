@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CONTENDERS", "Attached", "Contender"]
 
-_TIMEOUT_S = 60.0
+# Below the time after which ranks that say nothing are ended: dlo says more.
+_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import statistics
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from checks import Skip
+from ranks_activity import device_activity
 from ranks_contenders import CONTENDERS, Attached
 from ranks_model import arguments, make_model
 from ranks_weights import Weights
@@ -43,6 +45,7 @@ class StepsJob:
         runs: (tokens of a rank, timed passes).
         contenders: Their names, in order.
         until: When the ranks begin nothing more, in seconds since 1970.
+        activity: Whether to say what the devices did, too.
     """
 
     weights: str
@@ -51,10 +54,15 @@ class StepsJob:
     runs: tuple[tuple[int, int], ...]
     contenders: tuple[str, ...]
     until: float
+    activity: bool = False
 
 
 def measure_steps(member: Member, job: StepsJob) -> None:
-    """Measure every contender there is time for; tells each finding at once, as JSON."""
+    """Measure every contender there is time for; tells each finding at once, as JSON.
+
+    Who fails may leave the device or the comm library in pieces, so it is the last in these
+    processes.
+    """
     weights = Weights(job.weights)
     exchange = None
     if job.parallel == "sp":
@@ -63,7 +71,8 @@ def measure_steps(member: Member, job: StepsJob) -> None:
     for name in job.contenders:
         left = _of_first(job.until - time.time())
         if left < longest:
-            _tell(member, name, {"skipped": f"out of time: {left:.0f} s left in the section"})
+            late = f"out of time: {left:.0f} s left in the section"
+            _tell(member, name, {"skipped": late, "done": True})
             continue
         start = time.monotonic()
         error = _measure_contender(member, job, weights, name, exchange)
@@ -71,8 +80,10 @@ def measure_steps(member: Member, job: StepsJob) -> None:
         longest = max(longest, time.monotonic() - start)
         errors: list[Any] = [None] * member.size
         dist.all_gather_object(errors, error)
-        if error is not None or any(errors):
-            _tell(member, name, {"errors": errors})
+        if any(errors):
+            _tell(member, name, {"errors": errors, "done": True})
+            return
+        _tell(member, name, {"done": True})
 
 
 def _measure_contender(
@@ -83,6 +94,7 @@ def _measure_contender(
     contender, before = CONTENDERS[name], _host_memory(member, weights)
     device = member.backend.device if contender.kind == "resident" else "cpu"
     attached: Attached | None = None
+    error: str | None = None
     try:
         model = make_model(job.shape, job.parallel, exchange)
         member.barrier()
@@ -98,6 +110,8 @@ def _measure_contender(
                 run = _run(member, attached, args, passes)
                 if contender.kind == "resident":
                     run["block_ms"] = _time_blocks(member, model, args)
+                if job.activity:
+                    run["activity"] = device_activity(member, partial(attached.call, *args))
             facts = attached.facts()
             run["exposed_ms"] = facts.pop("exposed_ms", None)
             found["runs"][str(tokens)] = run
@@ -108,13 +122,19 @@ def _measure_contender(
     except Skip as skip:
         _tell(member, name, {"skipped": str(skip)})
     # Every contender has its turn, and the ranks say what they saw.
-    except Exception as error:
-        traceback.print_exc()
-        return f"{type(error).__name__}: {error}"[:1500]
-    finally:
-        if attached is not None:
+    except Exception as raised:
+        error = _said(raised)
+    if attached is not None:
+        try:
             attached.close()
-    return None
+        except Exception as raised:
+            error = error or _said(raised)
+    return error
+
+
+def _said(error: Exception) -> str:
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}"[:1500]
 
 
 def _run(

@@ -20,6 +20,7 @@ def tables(results: dict[str, Any], rows: Sequence[Row]) -> str:
         _steps_table(rows),
         _memory_table(results),
         _contention_table(results),
+        _activity(results),
         _remarks(results, rows),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -116,6 +117,19 @@ def _contention_table(results: dict[str, Any]) -> str:
             cells = [figures["alone_ms"], figures["beside_ms"], figures.get("gb_s"), slower]
             lines.append([label, *cells, figures.get("right")])
     return _table(heads, lines)
+
+
+def _activity(results: dict[str, Any]) -> str:
+    """Return what the devices did in a pass, by kind, on rank 0."""
+    lines = [
+        f"- {name}, {tokens} tokens, a pass on rank 0: "
+        + ", ".join(f"{kind} {count:g} in {ms:.2f} ms" for kind, (count, ms) in kinds.items())
+        for found in results["sections"].values()
+        for name, ranks in found.get("contenders", {}).items()
+        for tokens, run in ranks.get("0", {}).get("runs", {}).items()
+        if (kinds := run.get("activity", {}).get("kinds"))
+    ]
+    return "\n".join(lines)
 
 
 def _remarks(results: dict[str, Any], rows: Sequence[Row]) -> str:

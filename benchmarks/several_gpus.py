@@ -20,17 +20,16 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from checkout import use_checkout
-from child import answer, machine, run_child, said
+from child import keep, machine, run_child, said
 from grown import grow
-
-if TYPE_CHECKING:
-    from dlo_core.bench.model import Shape
+from ranks_section import SECTIONS, run_section, shape_of
 
 # A program that multicasts over NVLink can put GPUs out of service that others share.
 os.environ |= {
@@ -40,157 +39,10 @@ os.environ |= {
 }
 use_checkout()
 
-_PINNING = {
-    "PYTORCH_ALLOC_CONF": "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """What one process measures.
-
-    Attributes:
-        limit_s: Seconds that it has.
-        contenders: Whom it runs, after the resident run where it has its own.
-        kind: ``"steps"``, ``"links"`` or ``"contention"``.
-        reference: The section with the resident run that it is held against.
-        parallel: ``"dp"`` or ``"sp"``.
-        unequal: Whether the model has blocks of two sizes.
-        num_lengths: How many of the lengths it runs.
-        environment: Variables of its ranks.
-        needs: A package without which it is left out.
-    """
-
-    limit_s: float
-    contenders: tuple[str, ...] = ()
-    kind: str = "steps"
-    reference: str = "modes"
-    parallel: str = "dp"
-    unequal: bool = False
-    num_lengths: int = 2
-    environment: dict[str, str] = field(default_factory=dict)
-    needs: str = ""
-
-
-# In the order of what one wants to know first.
-SECTIONS: dict[str, Section] = {
-    "links": Section(60, kind="links"),
-    "modes": Section(150, ("gather", "gather_copies", "local_shared", "local"), num_lengths=3),
-    "fsdp": Section(100, ("fsdp2_cpu_offload",), num_lengths=3, environment=_PINNING),
-    "sp": Section(90, ("gather", "gather_copies", "local_shared"), reference="sp", parallel="sp"),
-    "unequal": Section(80, ("gather", "local_shared"), reference="unequal", unequal=True),
-    "settings": Section(
-        110,
-        (
-            "gather_in_place",
-            "gather_in_place_depth3",
-            "gather_depth3",
-            "gather_residents10",
-            "gather_residents20",
-        ),
-    ),
-    "peer_copies": Section(50, ("gather_peer_copies",)),
-    "contention": Section(50, kind="contention"),
-    "few_channels": Section(50, ("gather",), environment={"NCCL_MAX_CTAS": "4"}),
-    "sp_rivals": Section(
-        80,
-        ("local", "fsdp2_cpu_offload"),
-        reference="sp",
-        parallel="sp",
-        environment=_PINNING,
-    ),
-    "omni": Section(90, ("omni_distributed",), environment=_PINNING, needs="vllm_omni"),
-}
 _PASSES = (8, 5, 3)
-# Ranks begin nothing, are killed and the section is killed so many seconds one after the other.
-_LAST_S = 3.0
 _LARGE, _SMALL = (4096, 10240, 24576), (8, 16, 32)
 # What the ranks' processes take beside the weights.
 _SPARE_NBYTES = 6 << 30
-
-
-def shape_of(options: argparse.Namespace, *, unequal: bool) -> Shape:
-    """Return the shape of the model: 40 blocks of 340 MB, or 19 of them and 38 of half the size."""
-    from dlo_core.bench.model import Shape
-
-    dtype = "float32" if options.device.startswith("cpu") else "bfloat16"
-    if options.small:
-        return Shape(64, 8, 3 if unequal else 5, 2 if unequal else 0, dtype)
-    return Shape(3072, 24, 19 if unequal else 40, 2 if unequal else 0, dtype)
-
-
-# --- one section, in its process ------------------------------------------------------------------
-
-
-def run_section(options: argparse.Namespace) -> int:
-    """Run the ranks of one section and hand over what they tell, as they tell it."""
-    from dlo_core.bench.launch import run_ranks
-
-    section = SECTIONS[options.run]
-    found: dict[str, Any] = {"contenders": {}, "ranks": {}, "reference": options.reference}
-
-    def hear(_: int, what: str) -> None:
-        told = json.loads(what)
-        kept = found["ranks"]
-        if told["name"]:
-            kept = found["contenders"].setdefault(told["name"], {})
-        kept.setdefault(str(told["rank"]), {}).update(told["found"])
-        answer(options.answer, found)
-
-    answer(options.answer, found)
-    measure, job = job_of(options, section)
-    try:
-        run_ranks(
-            measure,
-            (job,),
-            device=options.device,
-            ranks=options.ranks,
-            limit_s=max(options.until - time.time() - _LAST_S, 1.0),
-            on_tell=hear,
-            environment=lambda rank: environment(options, section, rank),
-        )
-    except Exception as error:
-        traceback.print_exc()
-        answer(options.answer, found | {"error": f"{type(error).__name__}: {error}"[:3000]})
-        return 1
-    answer(options.answer, found | {"complete": True})
-    return 0
-
-
-def job_of(options: argparse.Namespace, section: Section) -> tuple[Any, Any]:
-    """Return what each rank runs, and with what."""
-    from ranks_links import LinksJob, measure_contention, measure_links
-    from ranks_steps import StepsJob, measure_steps
-
-    shape = shape_of(options, unequal=section.unequal)
-    if section.kind != "steps":
-        block = 18 * shape.width**2 * 2
-        job = LinksJob(
-            weights=options.weights,
-            block_nbytes=block,
-            copy_nbytes=block if options.small else 1 << 30,
-            gemm_size=128 if options.small else 8192,
-        )
-        return (measure_links if section.kind == "links" else measure_contention), job
-    runs = tuple(zip(options.lengths, options.passes, strict=False))[: section.num_lengths]
-    contenders = section.contenders
-    if options.contenders:
-        contenders = tuple(name for name in contenders if name in options.contenders)
-    if options.run == options.reference:
-        contenders = ("resident", *contenders)
-    parallel = section.parallel
-    # What is told at the end must be heard before the ranks are killed.
-    until = options.until - 2 * _LAST_S
-    return measure_steps, StepsJob(options.weights, shape, parallel, runs, contenders, until)
-
-
-def environment(options: argparse.Namespace, section: Section, rank: int) -> dict[str, str]:
-    """Return a rank's variables."""
-    made = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if ":" in options.device:
-        # NCCL refuses two ranks on one GPU, unless it takes them for two hosts.
-        made["NCCL_HOSTID"] = f"host{rank}"
-    return made | section.environment
 
 
 # --- all sections ---------------------------------------------------------------------------------
@@ -214,6 +66,7 @@ def run_all(options: argparse.Namespace) -> int:
         "shapes": {name: asdict(shape) for name, shape in shapes.items()},
         "host_blocks": options.device.startswith("cpu"),
         "sections": {},
+        "rows": [],
     }
     print(json.dumps(results["machine"], indent=1), flush=True)
     start = time.monotonic()
@@ -228,6 +81,20 @@ def run_all(options: argparse.Namespace) -> int:
     options.weights = make_weights(max(sizes), dtype)
     results["prepare_s"] = round(time.monotonic() - start, 1)
     print(f"weights {max(sizes) / 1e9:.2f} GB, ready after {results['prepare_s']} s", flush=True)
+
+    def note(name: str, found: dict[str, Any]) -> None:
+        """Keep what was found; the tables can be made again, the figures cannot."""
+        results["sections"][name] = found
+        keep(out / "several_gpus.json", json.dumps(results, indent=1))
+        try:
+            rows = rows_of(results)
+            results["rows"] = [row.to_dict() for row in rows]
+            results["crossing"] = crossing(rows)
+            keep(out / "several_gpus.json", json.dumps(results, indent=1))
+            keep(out / "several_gpus.md", tables(results, rows))
+        except Exception:
+            traceback.print_exc()
+
     for name in options.sections:
         left = deadline - time.monotonic()
         reason = why_not(options, name, left)
@@ -236,14 +103,10 @@ def run_all(options: argparse.Namespace) -> int:
         else:
             limit_s = min(SECTIONS[name].limit_s, left)
             print(f"== {name} (at most {limit_s:.0f} s)", flush=True)
-            found = run_child(__file__, passed_on(options, name, limit_s), limit_s=limit_s)
-        results["sections"][name] = found
-        rows = rows_of(results)
-        results["rows"] = [row.to_dict() for row in rows]
-        results["crossing"] = crossing(rows)
-        (out / "several_gpus.json").write_text(json.dumps(results, indent=1))
-        (out / "several_gpus.md").write_text(tables(results, rows))
-        show(name, found, [row for row in rows if row.section == name])
+            arguments, on_answer = passed_on(options, name, limit_s), partial(note, name)
+            found = run_child(__file__, arguments, limit_s=limit_s, on_answer=on_answer)
+        note(name, found)
+        show(name, found, [row for row in rows_of(results) if row.section == name])
     print(tables(results, rows_of(results)))
     return verdict(results)
 
@@ -326,20 +189,28 @@ def show(name: str, found: dict[str, Any], rows: list[Any]) -> None:
 
 
 def verdict(results: dict[str, Any]) -> int:
-    """Return 0 when every pass of dlo had the resident run's bits, and gather mode did run."""
+    """Return 0 when dlo never failed, always had the resident run's bits, and gather mode ran."""
     from ranks_contenders import CONTENDERS
 
     ours = [row for row in results["rows"] if CONTENDERS[row["contender"]].ours]
     wrong = [f"{row['section']}, {row['contender']}" for row in ours if not row["same_bits"]]
     if wrong:
         print(f"other bits than the resident run, or unknown: {'; '.join(wrong)}")
+    failed = [
+        f"{section}, {name}"
+        for section, found in results["sections"].items()
+        for name, ranks in found.get("contenders", {}).items()
+        if CONTENDERS[name].ours and any("errors" in each for each in ranks.values())
+    ]
+    if failed:
+        print(f"failed: {'; '.join(failed)}")
     left_out = results.get("contenders") and "gather" not in results["contenders"]
     sections = [] if left_out else results["sections"]
     asked = [name for name in sections if "gather" in SECTIONS[name].contenders]
     silent = set(asked) - {row["section"] for row in ours if row["contender"] == "gather"}
     if silent:
         print(f"no step of gather mode came out of: {', '.join(sorted(silent))}")
-    return 1 if wrong or silent else 0
+    return 1 if wrong or failed or silent else 0
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -307,7 +307,7 @@ class AcceleratorBackend(Backend):
         dst.copy_(src, non_blocking=True)
         for side in (dst, src):
             # torch's allocator knows the stream on which a tensor was made, and no other.
-            if side.device.type == self.name:
+            if not side.is_cpu:
                 current: Any = self.current_stream()
                 side.record_stream(current)
 

@@ -8,6 +8,7 @@ tells the truth about shape, dtype and device and raises on any use of its value
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from dlo_core.errors import UseError
 from dlo_core.fsdp import ManagedBinding
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dlo_core.inventory import Owned
     from dlo_core.layout import BlockLayout, TensorSpec
@@ -135,14 +136,35 @@ def _flatten(values: Any) -> Any:
             yield value
 
 
-def buffer_state(buffer: torch.Tensor) -> tuple[int, int]:
-    """Return how often the buffer was written from Python, and how many tensors share its memory.
+def _no_count(storage: int) -> int:
+    return 0
 
-    The second is 0 where torch does not tell.
+
+# How many tensors share a storage, where torch tells.
+_num_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", _no_count)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bound:
+    """A block's tensors over one slot.
+
+    Attributes:
+        buffer: The slot's bytes.
+        storage: Address of torch's record of their memory.
+        views: The tensors, in the order of the block's own.
+        rows: What the tables get: table, key, placeholder, view.
+        pairs: Each placeholder and its view.
     """
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    uses = 0 if count is None else count(buffer.untyped_storage()._cdata)
-    return buffer._version, uses
+
+    buffer: torch.Tensor
+    storage: int
+    views: tuple[torch.Tensor, ...]
+    rows: tuple[tuple[dict[str, Any], str, Placeholder, torch.Tensor], ...]
+    pairs: tuple[tuple[Placeholder, torch.Tensor], ...]
+
+    def state(self) -> tuple[int, int]:
+        """Return how often the bytes were written from Python, and how many tensors share them."""
+        return self.buffer._version, _num_uses(self.storage)
 
 
 class BlockBinding:
@@ -173,26 +195,24 @@ class BlockBinding:
             if item.managed is None
         ]
         managed = [(n, item.managed) for n, item in enumerate(self._owned) if item.managed]
-        self._managed = ManagedBinding(block, managed)
+        self._managed = ManagedBinding(block, managed) if managed else None
         self._entries = self._places
-        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._bound: tuple[torch.Tensor, ...] = ()
+        self._by_slot: dict[int, _Bound] = {}
+        self._bound: _Bound | None = None
         self._before = (0, 0)
-        self._shape: list[tuple[dict[str, Any], int, dict[str, Any], int, dict[str, Any], Any]] = []
+        self._tables: list[dict[str, Any]] = []
+        self._lengths: list[int] = []
+        self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self.note_structure()
 
     def note_structure(self) -> None:
         """Remember which modules and how many tensors the block has now."""
-        self._shape = [
-            (
-                module._parameters,
-                len(module._parameters),
-                module._buffers,
-                len(module._buffers),
-                module._modules,
-                tuple(module._modules.values()),
-            )
-            for module in self._block.modules()
+        modules = list(self._block.modules())
+        kinds = [(one._parameters, one._buffers, one._modules) for one in modules]
+        self._tables = [table for tables in kinds for table in tables]
+        self._lengths = [len(table) for table in self._tables]
+        self._children = [
+            (one._modules, tuple(one._modules.values())) for one in modules if one._modules
         ]
 
     def refresh(self) -> None:
@@ -202,23 +222,25 @@ class BlockBinding:
             for table, key, number in self._places
             if table.get(key) is self.placeholders[number]
         ]
+        self._by_slot.clear()
         self.note_structure()
 
     def attach(self) -> None:
         """Put the placeholders in: dict assignments only."""
         for table, key, number in self._entries:
             table[key] = self.placeholders[number]
-        self._managed.attach(self.placeholders)
+        if self._managed is not None:
+            self._managed.attach(self.placeholders)
 
     def close(self, reason: str) -> None:
         """Let the views go and make every placeholder say ``reason``."""
-        self._views.clear()
+        self._by_slot.clear()
         for placeholder in self.placeholders:
             placeholder.dlo_reason = reason
 
     def forget(self, slot: Slot) -> None:
         """Let the views over ``slot`` go, whose memory ends."""
-        self._views.pop(slot.index, None)
+        self._by_slot.pop(slot.index, None)
 
     def bind(self, slot: Slot) -> None:
         """Point the entries at ``slot``.
@@ -228,48 +250,52 @@ class BlockBinding:
                 for; nothing is bound then.
         """
         self._check_structure()
-        for table, key, number in self._entries:
-            if table.get(key) is not self.placeholders[number]:
-                self._raise_replaced(number)
-        views = self._views.get(slot.index)
-        if views is None:
-            views = self._views[slot.index] = self._make_views(slot)
+        made = self._by_slot.get(slot.index)
+        if made is None:
+            made = self._by_slot[slot.index] = self._make(slot)
+        for table, key, placeholder, _ in made.rows:
+            if table.get(key) is not placeholder:
+                self._raise_replaced(placeholder)
         if torch.is_grad_enabled():
             self._check_grad()
-        self._bound = views
-        for number, view in enumerate(views):
+        for placeholder, view in made.pairs:
             # Some operators choose their kernel by this flag, in every grad mode.
-            if view.requires_grad != self.placeholders[number].requires_grad:
+            if view.requires_grad is not placeholder.requires_grad:
                 view.requires_grad_(not view.requires_grad)
-        self._before = buffer_state(slot.buffer)
-        self._managed.bind(views, self.placeholders)
-        for table, key, number in self._entries:
-            table[key] = views[number]
+        self._bound, self._before = made, made.state()
+        if self._managed is not None:
+            self._managed.bind(made.views, self.placeholders)
+        for table, key, _, view in made.rows:
+            table[key] = view
 
-    def unbind(self, slot: Slot, *, raised: bool = False) -> None:
+    def unbind(self, *, raised: bool = False) -> None:
         """Put the placeholders back.
 
         Args:
-            slot: The one that was bound.
             raised: Whether the block raised; then what its frames still hold says nothing.
 
         Raises:
             UseError: The forward replaced a tensor, wrote into one, or kept one; all of ours are
                 unbound.
         """
-        views, self._bound = self._bound, ()
+        bound, self._bound = self._bound, None
+        assert bound is not None
         replaced = None
-        for table, key, number in self._entries:
-            if table.get(key) is views[number]:
-                table[key] = self.placeholders[number]
+        for table, key, placeholder, view in bound.rows:
+            if table.get(key) is view:
+                table[key] = placeholder
             else:
-                replaced = number
-        self._managed.unbind(self.placeholders)
+                replaced = placeholder
+        if self._managed is not None:
+            self._managed.unbind(self.placeholders)
         if raised:
             return
         if replaced is not None:
             self._raise_replaced(replaced)
-        (version, uses), (version_now, uses_now) = self._before, buffer_state(slot.buffer)
+        now = bound.state()
+        if now == self._before:
+            return
+        (version, uses), (version_now, uses_now) = self._before, now
         name = self._layout.name
         if version_now != version:
             raise UseError(
@@ -285,7 +311,7 @@ class BlockBinding:
                 f"resident=({self._owned[0].name!r},) for example"
             )
 
-    def _make_views(self, slot: Slot) -> tuple[torch.Tensor, ...]:
+    def _make(self, slot: Slot) -> _Bound:
         made: list[torch.Tensor] = []
         # Tensors that are made in inference mode could never be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -296,15 +322,22 @@ class BlockBinding:
                     if item.is_parameter:
                         view = nn.Parameter(view, requires_grad=item.original.requires_grad)
                 made.append(view)
-        return tuple(made)
+        return _Bound(
+            slot.buffer,
+            slot.buffer.untyped_storage()._cdata,
+            views=tuple(made),
+            rows=tuple(
+                (table, key, self.placeholders[number], made[number])
+                for table, key, number in self._entries
+            ),
+            pairs=tuple(zip(self.placeholders, made, strict=True)),
+        )
 
     def _check_structure(self) -> None:
-        for parameters, num_parameters, buffers, num_buffers, modules, children in self._shape:
-            if (
-                len(parameters) != num_parameters
-                or len(buffers) != num_buffers
-                or tuple(modules.values()) != children
-            ):
+        if list(map(len, self._tables)) != self._lengths:
+            self._raise_changed()
+        for table, children in self._children:
+            if tuple(table.values()) != children:
                 self._raise_changed()
 
     def _check_grad(self) -> None:
@@ -318,8 +351,8 @@ class BlockBinding:
                     "the model with requires_grad_(False)"
                 )
 
-    def _raise_replaced(self, number: int) -> NoReturn:
-        name = self._owned[number].name
+    def _raise_replaced(self, placeholder: Placeholder) -> NoReturn:
+        name = placeholder.dlo_name
         raise UseError(
             f"{name!r} was replaced after offload(); put the old parameter back, call refresh(), "
             "or "
@@ -346,8 +379,9 @@ class BlockBinding:
 
     def _is_noted(self, module: nn.Module, key: str) -> bool:
         """Return whether the module was there, with as many tensors, when the block was noted."""
-        for parameters, num_parameters, buffers, num_buffers, _, _ in self._shape:
+        for at in range(0, len(self._tables), 3):
+            parameters, buffers = self._tables[at : at + 2]
             if parameters is module._parameters:
-                same = len(module._parameters) == num_parameters
-                return same and len(buffers) == num_buffers
+                same = len(module._parameters) == self._lengths[at]
+                return same and len(buffers) == self._lengths[at + 1]
         return False

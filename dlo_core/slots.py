@@ -26,9 +26,10 @@ class Slot:
     Attributes:
         index: Number in the pool.
         buffer: The bytes; empty in a pool that only counts (tests of the tape).
-        filled: Reached when the bytes of the last fill are there.
-        drained: Reached when nobody reads them any more.
+        filled: Reached when the bytes of the last fill are there; another event after each fill.
+        drained: Reached when nobody reads them any more; another event after each call.
         copied: Reached when this rank's own part is there (only where the gather is in place).
+        rest: Stands for ``drained`` behind what is no call of one block.
         check: Compares the trailers of a gathered block.
         tape: Whose fill it holds; None when nothing is held.
         fill: Number of that fill.
@@ -44,6 +45,7 @@ class Slot:
     filled: Event
     drained: Event
     copied: Event
+    rest: Event
     check: Check
     tape: Any = None
     fill: int = -1
@@ -64,6 +66,7 @@ class Slot:
             filled=backend.new_event(),
             drained=backend.new_event(),
             copied=backend.new_event(),
+            rest=backend.new_event(),
             check=backend.new_check(),
             stays=stays,
         )
@@ -76,6 +79,7 @@ class Slot:
             filled=backend.new_event(),
             drained=backend.new_event(),
             copied=backend.new_event(),
+            rest=backend.new_event(),
             check=self.check,
             stays=self.stays,
             raw=self.raw,

@@ -90,9 +90,8 @@ class Streamer:
         """Run the model's own call as one pass."""
         if is_dynamo_compiling():
             torch._dynamo.skip_frame(msg=OUTSIDE)
-        self._enter()
+        self._open_root(args, kwargs)
         try:
-            self._check_grad(args, kwargs)
             self.begin_pass()
             try:
                 out = inner(*args, **kwargs)
@@ -118,19 +117,15 @@ class Streamer:
         """Run one block's own call with its weights bound."""
         if is_dynamo_compiling():
             torch._dynamo.skip_frame(msg=OUTSIDE)
-        self._enter()
+        slot = self._open(block, args, kwargs)
         try:
-            slot = self._before(block, args, kwargs)
-            try:
-                out = inner(*args, **kwargs)
-            except BaseException as error:
-                self._note_raised(error, block)
-                self._after(block, slot, raised=True)
-                raise
-            self._after(block, slot)
-            return out
-        finally:
-            self.leave()
+            out = inner(*args, **kwargs)
+        except BaseException as error:
+            self._note_raised(error, block)
+            self._shut(block, slot, raised=True)
+            raise
+        self._shut(block, slot)
+        return out
 
     @aside
     def begin_pass(self) -> None:
@@ -210,8 +205,9 @@ class Streamer:
         Raises:
             UseError: It has.
         """
-        self.check_alive()
-        self.check_whole()
+        if self._closed is not None or self._pool.failure is not None or self._pool.torn:
+            self.check_alive()
+            self.check_whole()
 
     def check_whole(self) -> None:
         """Raise when the weights are half updated.
@@ -242,6 +238,7 @@ class Streamer:
                 f"the offload failed earlier and is closed ({failure}){rest}"
             ) from self._pool.failure
 
+    @aside
     def enter(self, *, repair: bool = False) -> None:
         """Take the pool for this thread; to ``repair`` weights that are half updated, too.
 
@@ -313,7 +310,6 @@ class Streamer:
         if slot.check.failed():
             self._fail(f"it holds {MIXED}", block, slot.fill)
 
-    @aside
     def _enter(self, check: Callable[[], None] | None = None) -> None:
         if not self._pool.lock.acquire(blocking=False):
             raise UseError(
@@ -328,6 +324,25 @@ class Streamer:
             raise
 
     @aside
+    def _open_root(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Take the pool: what precedes the model's own call."""
+        self._enter()
+        try:
+            self._check_grad(args, kwargs)
+        except BaseException:
+            self._pool.lock.release()
+            raise
+
+    @aside
+    def _open(self, block: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Slot:
+        """Take the pool and bind a block: what precedes its own call."""
+        self._enter()
+        try:
+            return self._before(block, args, kwargs)
+        except BaseException:
+            self._pool.lock.release()
+            raise
+
     def _before(self, block: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Slot:
         self._check_grad(args, kwargs)
         number = self.first_block + block
@@ -363,12 +378,19 @@ class Streamer:
         return slot
 
     @aside
-    def _after(self, block: int, slot: Slot, *, raised: bool = False) -> None:
+    def _shut(self, block: int, slot: Slot, *, raised: bool = False) -> None:
+        """Unbind a block and give the pool back: what follows its own call."""
+        try:
+            self._after(block, slot, raised=raised)
+        finally:
+            self._pool.lock.release()
+
+    def _after(self, block: int, slot: Slot, *, raised: bool) -> None:
         self._depth[block] -= 1
         self._inside -= 1
         try:
             if not self._depth[block]:
-                self.bindings[block].unbind(self._transfer.home(slot), raised=raised)
+                self.bindings[block].unbind(raised=raised)
         finally:
             self.tape.after(slot)
             # Shut down from inside of the block: nothing is left to be ordered.
@@ -470,7 +492,6 @@ class Streamer:
             place = f" in block {self.names[block]!r}" if block >= 0 else ""
             self.raised = f"{type(error).__name__}: {error}{place}"[:_LONGEST_TEXT]
 
-    @aside
     def _check_grad(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return

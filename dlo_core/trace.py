@@ -59,7 +59,7 @@ def _spans(engine: Engine, streamer: Streamer) -> Iterator[Span]:
         if moved and engine.transfer.gathers:
             lanes.append(("gather", times.gather_start, times.gather_end))
         if number in streamer.last_waited:
-            if moved:
+            if moved and times.waited:
                 lanes.append(("wait", times.wait_start, times.wait_end))
             start = times.wait_end
             if _is_packed(engine, number):
@@ -123,7 +123,7 @@ def _is_packed(engine: Engine, number: int) -> bool:
 
 def _block_stats(engine: Engine, number: int, ran: bool, *, moved: bool) -> BlockStats:
     times, layout = engine.blocks[number].times, engine.layouts[number]
-    waited, decoded = ran and moved, ran and _is_packed(engine, number)
+    waited, decoded = ran and moved and times.waited, ran and _is_packed(engine, number)
     exposed_ms = (_elapsed(times.wait_start, times.wait_end) or 0.0) if waited else 0.0
     moved_ms = _moved_ms(engine, number) if moved else 0.0
     return BlockStats(

@@ -29,6 +29,13 @@ Where nothing is gathered the copy takes the gather's place; where the gather is
 itself is the stage, and *copied* stands for stage.filled. ``wait_event`` and ``record_event`` are
 called in this file and nowhere else.
 
+[Note: one event for both]
+Where a fill or a computation ends, the block's timing event would be recorded right beside the
+slot's, and each takes a moment of the stream. So a slot's *filled* and *drained* are timing events
+of that slot and its present block; the block's times take them over. They belong to a slot and a
+block together: as the block's alone, one could be recorded again for another slot while somebody
+is still to wait for it here.
+
 A fill is up to three steps: copy, gather, unpack. Unpack and home are objects, so that what travels
 and what computes can differ.
 """
@@ -37,7 +44,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -71,9 +78,13 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockTimes:
-    """The timing events of one block: its last fill and its last call."""
+    """The timing events of one block: its last fill and its last call.
+
+    Attributes:
+        waited: Whether the last call waited, so that ``wait_start`` is of that call.
+    """
 
     copy_start: Event
     copy_end: Event
@@ -83,6 +94,7 @@ class BlockTimes:
     wait_end: Event
     decode_end: Event
     compute_end: Event
+    waited: bool = field(default=True, init=False)
 
     @classmethod
     def new(cls, backend: Backend) -> BlockTimes:
@@ -254,6 +266,7 @@ class Transfer(ABC):
         *,
         home: DecodedHome | None = None,
         feed: Feed | None = None,
+        timing: bool = True,
     ) -> None:
         """Make the side streams.
 
@@ -263,6 +276,7 @@ class Transfer(ABC):
             blocks: What travels, by block number; of all models of the pool.
             home: Where packed blocks compute; None: blocks compute in their slots.
             feed: Brings the shards to where they are copied from; None: they are there.
+            timing: Whether the events keep the time.
         """
         self._feed: Feed = feed or DirectFeed()
         self._home = home
@@ -272,6 +286,9 @@ class Transfer(ABC):
         self._copy_stream = backend.new_stream()
         self._graph_streams: list[Stream] = []
         self._edge = backend.new_event()
+        self._timing = timing
+        # By slot and block: filled and drained. See [Note: one event for both].
+        self._ends: dict[tuple[int, int], tuple[Event, Event]] = {}
         self.copied_nbytes = 0
         self.gathered_nbytes = 0
 
@@ -314,26 +331,28 @@ class Transfer(ABC):
             Whether it waits: the first time after a load.
         """
         stream, times = self._backend.current_stream(), self._blocks[block].times
-        stream.record_event(times.wait_start)
-        waits = self._wait_for_load(slot, stream)
+        times.waited = waits = slot.reader is None or slot.reader != stream
+        if waits:
+            stream.record_event(times.wait_start)
+            self._wait_for_load(slot, stream)
         if (home := self._home_of(slot)) is not None:
             home.enter(stream, slot, self._blocks[block])
             return waits
         stream.record_event(times.wait_end)
         return waits
 
-    def _wait_for_load(self, slot: Slot, stream: Stream) -> bool:
-        waits = slot.reader is None or slot.reader != stream
-        if waits:
-            self._feed.catch_up(slot.filled)
-            # See [Note: two events].
-            stream.wait_event(slot.filled)
-            slot.reader = stream
-        return waits
+    def _wait_for_load(self, slot: Slot, stream: Stream) -> None:
+        self._feed.catch_up(slot.filled)
+        # See [Note: two events].
+        stream.wait_event(slot.filled)
+        slot.reader = stream
 
     def use(self, home: DecodedHome | None) -> None:
         """Let blocks compute elsewhere from now on; nothing is under way."""
         self._home = home
+        for slot in self._pool.slots:
+            # A block's times keep the event that it was. See [Note: one event for both].
+            slot.drained = slot.rest
 
     def home(self, slot: Slot) -> Slot:
         """Return what the block in ``slot`` computes from, once it is acquired."""
@@ -362,13 +381,25 @@ class Transfer(ABC):
     def release(self, slot: Slot, block: int) -> None:
         """Say that the current stream's work so far is the last that reads ``slot``."""
         # See [Note: two events].
-        stream = self._backend.current_stream()
+        stream, times = self._backend.current_stream(), self._blocks[block].times
         if (home := self._home_of(slot)) is not None:
             home.leave(stream)
-        else:
+        elif not slot.stays:
+            # See [Note: one event for both].
+            slot.drained = times.compute_end = self._ends_of(slot, block)[1]
             stream.record_event(slot.drained)
             slot.reader = stream
-        stream.record_event(self._blocks[block].times.compute_end)
+            return
+        stream.record_event(times.compute_end)
+
+    def _ends_of(self, slot: Slot, block: int) -> tuple[Event, Event]:
+        """Return *filled* and *drained* of a slot and the block in it."""
+        ends = self._ends.get((slot.index, block))
+        if ends is None:
+            new_event = self._backend.new_event
+            ends = new_event(timing=self._timing), new_event(timing=self._timing)
+            self._ends[slot.index, block] = ends
+        return ends
 
     def mark(self, event: Event) -> None:
         """Record a timing ``event`` on the current stream."""
@@ -392,7 +423,7 @@ class Transfer(ABC):
         times = BlockTimes.none(self._backend)
         blocks = [replace(block, times=times) for block in self._blocks]
         home = None if self._home is None else self._home.twin(pool)
-        return type(self)(self._backend, pool, blocks, home=home, feed=self._feed)
+        return type(self)(self._backend, pool, blocks, home=home, feed=self._feed, timing=False)
 
     def fork(self) -> None:
         """Let the side streams begin behind the current one; see [Note: a captured pass]."""
@@ -416,7 +447,8 @@ class Transfer(ABC):
             stream.wait_event(slot.filled)
             stream.wait_event(slot.drained)
         for slot in self._pool.residents.values():
-            self._wait_for_load(slot, stream)
+            if slot.reader is None or slot.reader != stream:
+                self._wait_for_load(slot, stream)
         if self._home is not None:
             self._home.before_graph(stream)
 
@@ -429,6 +461,8 @@ class Transfer(ABC):
         # See [Note: two events].
         stream = self._backend.current_stream()
         for slot in self._pool.slots:
+            # A block's times have the event that it was.
+            slot.drained = slot.rest
             # Also for what was filled: who reads it on another stream waits for it.
             stream.record_event(slot.drained)
             slot.reader = stream
@@ -464,12 +498,12 @@ class Transfer(ABC):
         self._feed.send(block, travelling.parts, filled, queue)
 
     def _copy(self, block: int, dst: torch.Tensor, parts: Sequence[Part]) -> None:
-        """Queue the copy of the block's shard to ``dst``, with its timing events."""
-        times = self._blocks[block].times
-        self._copy_stream.record_event(times.copy_start)
+        """Queue the copy of the block's shard to ``dst`` behind its first timing event."""
+        self._copy_stream.record_event(self._blocks[block].times.copy_start)
         for at, part in parts:
-            self._backend.copy(dst[at : at + part.nbytes], part)
-        self._copy_stream.record_event(times.copy_end)
+            nbytes = part.numel()
+            whole = at == 0 and nbytes == dst.numel()
+            self._backend.copy(dst if whole else dst[at : at + nbytes], part)
 
 
 class LocalTransfer(Transfer):
@@ -480,14 +514,18 @@ class LocalTransfer(Transfer):
         self._bring(slot, block)
 
     def _bring(self, slot: Slot, block: int) -> None:
-        self._send(block, slot.filled, partial(self._fill_copy, block, slot))
+        # See [Note: one event for both].
+        filled = self._ends_of(slot, block)[0]
+        slot.filled = self._blocks[block].times.copy_end = filled
+        self._send(block, filled, partial(self._fill_copy, block, slot, filled))
 
-    def _fill_copy(self, block: int, slot: Slot, parts: Sequence[Part]) -> None:
+    def _fill_copy(self, block: int, slot: Slot, filled: Event, parts: Sequence[Part]) -> None:
         # See [Note: two events].
         with self._backend.stream(self._copy_stream):
             self._copy_stream.wait_event(slot.drained)
             self._copy(block, slot.buffer, parts)
-            self._copy_stream.record_event(slot.filled)
+            # The slot may have the next fill's by now, where a worker comes to this later.
+            self._copy_stream.record_event(filled)
 
     def close(self) -> None:
         """Wait for copies under way, which wait for nobody else, and forget what travels."""
@@ -574,6 +612,7 @@ class GatheringTransfer(Transfer):
             self._copy_stream.wait_event(slot.filled)
             self._copy_stream.wait_event(slot.drained)
             self._copy(block, part, parts)
+            self._copy_stream.record_event(self._blocks[block].times.copy_end)
             self._copy_stream.record_event(slot.copied)
 
     def _gather(self, slot: Slot, block: int, shard: torch.Tensor) -> None:
@@ -587,7 +626,8 @@ class GatheringTransfer(Transfer):
     def _finish(self, slot: Slot, block: int) -> None:
         travelling = self._blocks[block]
         self._unpack(slot, travelling)
-        self._comm_stream.record_event(travelling.times.gather_end)
+        # See [Note: one event for both].
+        slot.filled = travelling.times.gather_end = self._ends_of(slot, block)[0]
 
 
 class StagedTransfer(GatheringTransfer):
@@ -634,6 +674,7 @@ class StagedTransfer(GatheringTransfer):
         with self._backend.stream(self._copy_stream):
             self._copy_stream.wait_event(stage.drained)
             self._copy(block, stage.buffer, parts)
+            self._copy_stream.record_event(self._blocks[block].times.copy_end)
             self._copy_stream.record_event(stage.filled)
 
 

@@ -242,7 +242,8 @@ def trace(
         buffer = torch.empty(256 * size, dtype=torch.uint8)
         tracer.names[buffer.untyped_storage().data_ptr()] = f"slot {index}"
         parts: Any = _events(tracer)
-        slots.append(Slot(index, buffer, copied=tracer.new_event(), check=_NeverFails(), **parts))
+        more: Any = {name: tracer.new_event() for name in ("copied", "rest")}
+        slots.append(Slot(index, buffer, check=_NeverFails(), **parts, **more))
     for index in range(shape.stages if size > 1 else 0):
         buffer = torch.empty(256, dtype=torch.uint8)
         tracer.names[buffer.untyped_storage().data_ptr()] = f"stage {index}"

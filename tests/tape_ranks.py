@@ -115,7 +115,7 @@ class _Rank:
         self.turns: list[tuple[int, int]] = []
         self.pool = Pool(
             tuple(
-                Slot(i, torch.empty(0), CpuEvent(), CpuEvent(), CpuEvent(), _NoCheck())  # type: ignore[arg-type]
+                Slot(i, torch.empty(0), CpuEvent(), CpuEvent(), CpuEvent(), CpuEvent(), _NoCheck())  # type: ignore[arg-type]
                 for i in range(min(program.depth, max(program.sizes)))
             )
         )

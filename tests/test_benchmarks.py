@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,9 +13,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
+import torch
 
 import dlo_core
+from dlo_core.bench.model import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,6 +65,13 @@ def test_a_clone_declares_the_backends_that_its_project_declares(scripts: Any) -
     ]
 
 
+def test_the_checkout_is_python_for_a_clone() -> None:
+    code = "import dlo_core, sys; print(dlo_core.__version__); sys.exit(3)"
+    done = run_script("checkout.py", "-c", code)
+    assert done.stdout.strip() == dlo_core.__version__
+    assert done.returncode == 3
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -95,6 +106,83 @@ def test_a_child_answers_or_says_how_it_ended(
     assert (log is not None and "said before" in log) == ("error" in expected)
 
 
+def test_a_child_is_heard_while_it_runs(scripts: Any, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            import sys, time
+            sys.path.insert(0, {str(FOLDER)!r})
+            from child import answer
+            path = sys.argv[sys.argv.index("--answer") + 1]
+            answer(path, {{"step": 1}})
+            time.sleep(2)
+            answer(path, {{"step": 2}})
+        """)
+    )
+    heard: list[Any] = []
+    found = scripts("child").run_child(str(script), [], limit_s=30.0, on_answer=heard.append)
+    assert found["step"] == 2
+    assert {"step": 1} in heard
+
+
+def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """And so does what the child started: it would stay on the device."""
+    (tmp_path / "child_script.py").write_text(
+        textwrap.dedent(f"""
+            import os, subprocess, sys, time
+            sys.path.insert(0, {str(FOLDER)!r})
+            from child import end_with_parent
+            end_with_parent()
+            started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            pids = f"{{os.getpid()}} {{started.pid}}"
+            open({str(tmp_path / "pids.new")!r}, "w").write(pids)
+            os.rename({str(tmp_path / "pids.new")!r}, {str(tmp_path / "pids")!r})
+            time.sleep(60)
+        """)
+    )
+    parent = subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            f"import sys; sys.path.insert(0, {str(FOLDER)!r}); from child import run_child; "
+            f"run_child({str(tmp_path / 'child_script.py')!r}, [], limit_s=60)",
+        ]
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pids").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    for pid in map(int, (tmp_path / "pids").read_text().split()):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_what_a_killed_process_wrote_is_swept_up_and_nothing_else(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = scripts("scratch")
+    monkeypatch.setattr(made, "SHARED_MEMORY", tmp_path)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / f"dlo-scratch-{gone.pid}-abc").mkdir()
+    (tmp_path / "dlo-scratch-other").mkdir()
+    with made.scratch(tmp_path) as mine:
+        (mine / "file").write_text("x")
+        made.sweep()
+        assert {path.name for path in tmp_path.iterdir()} == {mine.name, "dlo-scratch-other"}
+    assert not mine.exists()
+
+
+def test_a_file_is_kept_whole_or_not_at_all(scripts: Any, tmp_path: Path) -> None:
+    keep, path = scripts("child").keep, tmp_path / "file"
+    keep(path, "first")
+    with pytest.raises(TypeError):
+        keep(path, None)
+    assert path.read_text() == "first"
+
+
 def made_results() -> dict[str, Any]:
     def contender(step_ms: float, digest: str = "x") -> dict[str, Any]:
         runs = {"8": {"step_ms": step_ms, "digests": [digest]}}
@@ -126,23 +214,134 @@ def test_contenders_are_held_against_the_limit_and_the_fastest_peer(scripts: Any
     assert "dlo takes 1.050 of the fastest peer's time (wrong)" in text
 
 
-def test_earlier_results_are_those_of_the_same_code(scripts: Any, tmp_path: Path) -> None:
+def test_bits_are_unknown_where_the_resident_run_has_no_such_length(scripts: Any) -> None:
+    peers, resident = scripts("peers_report"), {"runs": {"8": {"digests": ["x"]}}}
+
+    def same(**digests: str) -> Any:
+        found = {"runs": {name[1:]: {"digests": [digest]} for name, digest in digests.items()}}
+        peers.compare(found, resident)
+        return found["bit_identical"]
+
+    assert same(n8="x") is True
+    assert same(n8="y") is False
+    assert same(n8="x", n32="x") is None
+    assert same(n8="y", n32="x") is False
+    assert same(n32="x") is None
+
+
+KIND = {"torch": "2", "code": "a", "gpu": "G", "date": "then"}
+
+
+def test_earlier_results_are_those_of_the_same_code_machine_and_options(
+    scripts: Any, tmp_path: Path
+) -> None:
     peers, path = scripts("peers"), tmp_path / "peers.json"
     run = {"complete": True, "runs": {"8": {}}}
     before = {
-        "machine": {"torch": "2", "commit": "a", "date": "then"},
+        "machine": KIND,
         "shape": {},
-        "contenders": {"resident": run, "dlo": run, "mmgp": run | {"complete": False}},
+        "passes": 6,
+        "contenders": {"resident": run, "dlo": run, "mmgp": {"skipped": "out of budget"}},
     }
-    path.write_text(json.dumps(before))
-    for commit, torch_version, names in (
-        ("a", "2", {"resident", "dlo"}),
-        ("b", "2", {"resident"}),
-        ("a", "3", set()),
-    ):
-        now = {"machine": {"torch": torch_version, "commit": commit}, "shape": {}}
-        assert set(peers.known_results(path, now, [8])) == names
-    assert peers.known_results(path, now | {"machine": before["machine"]}, [8, 32]) == {}
+
+    def known(then: dict[str, Any] = KIND, now: dict[str, Any] = KIND, **other: Any) -> set[str]:
+        path.write_text(json.dumps(before | {"machine": then}))
+        results = {"machine": now, "shape": {}, "passes": 6} | other
+        assert set(peers.known_results(tmp_path, results)) == set(
+            peers.known_results(path, results)
+        )
+        return set(peers.known_results(path, results))
+
+    assert known() == {"resident", "dlo"}
+    assert known(now=KIND | {"date": "now", "kernel": "k"}) == {"resident", "dlo"}
+    # What a clone without its history calls its commit says nothing.
+    assert known(now=KIND | {"code": "b"}) == {"resident"}
+    nothing = {key: value for key, value in KIND.items() if key != "code"}
+    assert known(then=nothing, now=nothing) == {"resident"}
+    for other in ({"torch": "3"}, {"gpu": "H"}, {"cores": 2}, {"diffusers": "1"}):
+        assert known(now=KIND | other) == set()
+    assert known(passes=5) == known(shape={"width": 1}) == set()
+    path.write_text(path.read_text()[:20])
+    assert peers.known_results(path, {}) == {}
+
+
+class Killed(BaseException):
+    """The whole run ends here."""
+
+
+@pytest.mark.parametrize("point", range(1, 8))
+def test_a_run_that_is_killed_goes_on_where_it_stopped(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: int
+) -> None:
+    """At any point: nothing is left out, nothing measured twice, and no figure lost."""
+    peers = scripts("peers")
+    lengths, asked = ["8", "32"], ["resident", "dlo", "fsdp2_cpu_offload"]
+    measured: list[tuple[str, str]] = []
+    left = [point]
+
+    def run_child(script: str, arguments: list[str], *, limit_s: float, on_answer: Any) -> Any:
+        name = arguments[arguments.index("--run") + 1]
+        # The last one counts.
+        tokens = arguments[-1].split(",")
+        found: dict[str, Any] = {"runs": {}, "setup_s": 1.0}
+        for each in tokens:
+            left[0] -= 1
+            if not left[0]:
+                raise Killed
+            measured.append((name, each))
+            found["runs"][each] = {"step_ms": 10.0, "digests": ["x"]}
+            on_answer(json.loads(json.dumps(found)))
+        return found | {"complete": True, "seconds": 1}
+
+    monkeypatch.setattr(peers, "run_child", run_child)
+    monkeypatch.setattr(peers, "machine", lambda _: dict(KIND))
+    monkeypatch.setattr(peers, "grow", lambda *_, **__: {})
+    arguments = ["--device", "cpu", "--small", "--out", str(tmp_path), "--resume"]
+    every, part = ",".join(asked), "fsdp2_cpu_offload"
+    codes = []
+    # Of some only, in the second run: what is known of the others stays.
+    for contenders in (every, part, every):
+        monkeypatch.setattr(sys, "argv", ["peers.py", *arguments, "--contenders", contenders])
+        try:
+            codes.append(peers.run_all(peers.parse()))
+        except Killed:
+            continue
+    assert codes[-1] == 0
+    assert sorted(measured) == sorted((name, tokens) for name in asked for tokens in lengths)
+    # All is known now, and kept where the results of this run go.
+    elsewhere = tmp_path / "elsewhere"
+    arguments = ["peers.py", "--device", "cpu", "--small", "--contenders", every]
+    arguments += ["--resume", str(tmp_path), "--out", str(elsewhere)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert peers.run_all(peers.parse()) == 0
+    found = json.loads((elsewhere / "peers.json").read_text())["contenders"]
+    assert len(measured) == len(asked) * len(lengths)
+    assert list(found) == asked
+    assert all(set(each["runs"]) == set(lengths) for each in found.values())
+    assert all(each["bit_identical"] for each in found.values())
+
+
+def test_a_contender_is_begun_when_there_is_time_for_it_and_who_failed_is_last(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers, contenders = scripts("peers"), scripts("contenders")
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--contenders", "dlo,fsdp2_cpu_offload"])
+    monkeypatch.setattr(peers, "run_child", lambda *_, **__: {"complete": True, "runs": {}})
+    options = peers.parse()
+    needs = contenders.needs_s("fsdp2_cpu_offload", options.lengths, options.passes)
+    assert contenders.needs_s("dlo", options.lengths, options.passes) < needs < options.limit
+    for left, begun in ((needs - 1, False), (needs + 1, True)):
+        found = peers.run_one(
+            "fsdp2_cpu_offload", options, peers.Rest(options.lengths), left, print
+        )
+        assert ("out of budget" not in found.get("skipped", "")) == begun
+    known = {"resident": {"error": "killed"}, "dlo": {"runs": {"4096": {}}, "error": "killed"}}
+    left_over = peers.what_is_left(known, options)
+    assert list(left_over) == ["fsdp2_cpu_offload", "resident", "dlo"]
+    assert left_over["dlo"] == options.lengths[1:]
+    assert contenders.needs_s("dlo", [4096], 5, 0.1) < contenders.needs_s("dlo", [4096], 5)
+    # Every contender has an estimate.
+    assert all(contenders.needs_s(name, [4096], 5) > 0 for name in contenders.CONTENDERS)
 
 
 def test_a_section_is_in_order_only_when_it_came_to_its_end(scripts: Any) -> None:
@@ -155,17 +354,90 @@ def test_a_section_is_in_order_only_when_it_came_to_its_end(scripts: Any) -> Non
     assert verdict({"skipped": "no GPU"}) == "skipped"
 
 
+def test_a_section_that_is_left_out_in_its_middle_keeps_what_was_wrong(scripts: Any) -> None:
+    verdict = scripts("gpu_check").verdict
+    assert verdict({"skipped": "no room", "checks": [{"ok": True}]}) == "skipped"
+    assert verdict({"skipped": "no room", "checks": [{"ok": False}]}) == "failed"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), dlo_core.HostMemoryError("no")])
+@pytest.mark.parametrize("limit", [0.0, 8.0])
+def test_a_way_to_enable_that_fails_is_a_failure_and_no_more(
+    scripts: Any, error: Exception, limit: float
+) -> None:
+    """What may be refused by its own error, and has no rate to reach, may be absent."""
+    checks, check_start = scripts("checks"), scripts("check_start")
+    options = checks.Options("cpu", True, 60.0, lambda _: None)
+    found = checks.Findings(options)
+
+    def make(**settings: Any) -> Any:
+        raise error
+
+    check_start._Enabling(options, found, (), torch.zeros(1)).check("this_way", limit, make)
+    refused = isinstance(error, dlo_core.DloError) and not limit
+    assert [check.ok for check in found.checks] == [refused]
+    assert str(error) in found.facts["this_way"]
+
+
+def test_a_step_of_a_start_that_fails_costs_its_own_figure_only(scripts: Any) -> None:
+    checks, check_start = scripts("checks"), scripts("check_start")
+    found = checks.Findings(checks.Options("cpu", True, 60.0, lambda _: None))
+    steps = check_start._Steps(found, 10)
+    assert steps.rate("wrong", {}.popitem) is None
+    assert steps.rate("right", lambda: 5) == 5
+    assert steps.num_failed == 1
+    assert "KeyError" in found.facts["wrong"]
+    assert "gb_s" in found.facts["right"]
+
+
 def test_every_section_of_the_gpu_check_is_documented(scripts: Any) -> None:
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in text for name in scripts("gpu_check").SECTIONS)
     assert all(f"`{name}`" in text for name in scripts("contenders").CONTENDERS)
 
 
+def test_the_hosts_time_of_a_block_is_priced_part_by_part(scripts: Any) -> None:
+    checks, check_host = scripts("checks"), scripts("check_host")
+    options = checks.Options("cpu", True, 60.0, lambda _: None)
+    found = checks.Findings(options)
+    with torch.inference_mode():
+        check_host._HostBench(options, found, Shape(32, 4, 3, 0, "float32")).measure("_x")
+    prices = found.facts["prices_us_x"]
+    failed = {name: price for name, price in prices.items() if isinstance(price, str)}
+    assert not failed
+    assert {"bind and unbind", "copy of a block, copy_", "fill of a slot"} <= set(prices)
+    # The parts are those of an engine that goes on as before.
+    for name in ("profile_x", "engine_profile_x"):
+        text = "\n".join(found.facts[name])
+        assert "tottime" in text
+        assert "streamer.py" in text
+    assert {"host_us_a_block_x", "engine_us_a_block_x", "engine_us_a_block_resident_x"} <= set(
+        found.facts
+    )
+
+
+def test_the_calls_of_the_readme_name_what_there_is(scripts: Any) -> None:
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    known = {
+        "gpu_check": scripts("gpu_check").SECTIONS,
+        "packed_check": scripts("packed_check").SECTIONS,
+        "several_gpus": scripts("several_gpus").SECTIONS,
+    }
+    asked = re.findall(r"benchmarks/(\w+)\.py [^`;\n]*--sections ([\w,]+)", text)
+    assert {script for script, _ in asked} == set(known)
+    for script, names in asked:
+        assert set(names.split(",")) <= set(known[script]), (script, names)
+    tests = re.findall(r"tests/test_\w+\.py", text)
+    assert tests
+    assert all((FOLDER.parent / name).exists() for name in tests)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_the_gpu_check_runs_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    done = run_script("gpu_check.py", "--device", "cpu", "--small", "--out", str(out))
+    arguments = ["--device", "cpu", "--small", "--out", str(out)]
+    done = run_script("gpu_check.py", *arguments, limit_s=580)
     assert done.returncode == 0, done.stdout + done.stderr
     sections = json.loads(out.read_text())["sections"]
     needs_cuda = {"pinned", "sync", "compiled", "graph", "context", "sanitizer"}
@@ -185,11 +457,12 @@ def test_the_gpu_check_runs_on_a_cpu(tmp_path: Path) -> None:
 def test_the_peers_script_runs_on_a_cpu(tmp_path: Path) -> None:
     """The peers that are not installed here are left out and said so."""
     options = ["--device", "cpu", "--small", "--out", str(tmp_path)]
-    contenders = "dlo,fsdp2_cpu_offload,accelerate_cpu_offload,mmgp"
+    contenders = "dlo,fsdp2_cpu_offload,dlo_registered,accelerate_cpu_offload,mmgp"
     done = run_script("peers.py", *options, "--contenders", contenders)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "peers.json").read_text())["contenders"]
     assert list(found) == ["resident", *contenders.split(",")]
+    assert found["dlo_registered"]["bit_identical"]
     assert found["dlo"]["bit_identical"]
     assert found["fsdp2_cpu_offload"]["bit_identical"]
     assert "not installed" in found["mmgp"]["skipped"]

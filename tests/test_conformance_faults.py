@@ -15,7 +15,7 @@ from dlo_core import registry
 from dlo_core.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 ROOT = Path(__file__).resolve().parent.parent
 FAULTY = [ROOT / "tests" / name for name in ("faulty_parts.py", "faulty_backends.py")]
@@ -81,12 +81,23 @@ def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
-    """Run the tests of the table once; return class and test of those that failed."""
+    """Run the tests of the table; return class and test of those that failed.
+
+    Those that passed run a second time: a host that was held up sees work as done which it did not
+    wait for.
+    """
     folder = tmp_path_factory.mktemp("faults")
+    found = failures(folder, FAULTS)
+    missed = {name: test for name, test in FAULTS.items() if (name, test) not in found}
+    return found | failures(folder, missed) if missed else found
+
+
+def failures(folder: Path, tests: Mapping[str, str]) -> set[tuple[str, str]]:
+    """Run ``tests``, by their faulty classes; return class and test of those that failed."""
     report = folder / "report.xml"
-    tests = [f"{classes()[name]}::{name}::{test}" for name, test in FAULTS.items()]
-    done = run_pytest(folder, f"--junitxml={report}", "--tb=line", *tests)
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    names = [f"{classes()[name]}::{name}::{test}" for name, test in tests.items()]
+    done = run_pytest(folder, f"--junitxml={report}", "--tb=line", *names)
+    assert done.returncode in (0, pytest.ExitCode.TESTS_FAILED), done.stdout + done.stderr
     found = set()
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("failure") is not None:

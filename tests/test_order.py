@@ -253,7 +253,7 @@ NEEDED: dict[str, tuple[str, Early, Calls]] = {
     "Transfer.acquire: stream.wait_event(slot.filled)": (LOCAL, LATE, WHOLE),
     "Transfer.release: stream.record_event(slot.drained)": (LOCAL, (COPY,), WHOLE),
     "LocalTransfer._fill_copy: self._copy_stream.wait_event(slot.drained)": (LOCAL, (COPY,), WHOLE),
-    "LocalTransfer._fill_copy: self._copy_stream.record_event(slot.filled)": (LOCAL, LATE, WHOLE),
+    "LocalTransfer._fill_copy: self._copy_stream.record_event(filled)": (LOCAL, LATE, WHOLE),
     "StagedTransfer.fill: self._comm_stream.wait_event(stage.filled)": (STAGED, (COMM,), WHOLE),
     "StagedTransfer.fill: self._comm_stream.wait_event(slot.drained)": (
         STAGED,

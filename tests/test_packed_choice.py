@@ -174,6 +174,11 @@ def changes(rank: int, told: Told, settings: dict[str, Any]) -> None:
         resident.load_state_dict(values)
 
     stats = passes(5, Form.PACKED)
+    engine = offloaded.engine
+    assert engine is not None
+    # The events that were the slots' in raw passes keep the blocks' times only.
+    ends = {id(block.times.compute_end) for block in engine.blocks}
+    assert not ends & {id(slot.drained) for slot in engine.pool.slots}
     ratio = stats.packed_ratio
     assert ratio is not None
     assert ratio < 0.95

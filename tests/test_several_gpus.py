@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -327,6 +328,28 @@ def test_the_tables_tell_all_that_was_found(scripts: Any) -> None:
     assert "from 291 tokens on" in text
 
 
+def test_what_a_device_did_is_told_by_kind_and_by_pass(scripts: Any) -> None:
+    events = [
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 80, 30.0),
+        ("Memcpy HtoD (Pinned -> Device)", 80, 200.0),
+        ("Memcpy PtoP (Device -> Device)", 4, 2.0),
+        ("nvjet_hsh_256x128_64x4", 320, 150.0),
+        ("cudaLaunchKernel", 900, 0.0),
+    ]
+    told = scripts("ranks_activity").summary(events, 2)
+    assert told["kinds"] == {
+        "comm kernels": [40, 15.0],
+        "copies from the host": [40, 100.0],
+        "copies between devices": [2, 1.0],
+        "other kernels": [160, 75.0],
+    }
+    assert next(iter(told["longest"])).startswith("Memcpy HtoD")
+    results = made_results()
+    results["sections"]["modes"]["contenders"]["gather"]["0"]["runs"]["100"]["activity"] = told
+    text = scripts("ranks_tables").tables(results, scripts("ranks_report").rows_of(results))
+    assert "- gather, 100 tokens, a pass on rank 0: comm kernels 40 in 15.00 ms" in text
+
+
 # --- the script -----------------------------------------------------------------------------------
 
 
@@ -336,7 +359,8 @@ def test_multicast_is_off_for_every_rank(scripts: Any, monkeypatch: pytest.Monke
     script = scripts("several_gpus")
     assert os.environ.items() >= MULTICAST_OFF.items()
     options = script.parse(["--device", "cuda:0", "--ranks", "2"])
-    made = [script.environment(options, script.SECTIONS["few_channels"], r) for r in range(2)]
+    environment = scripts("ranks_section").environment
+    made = [environment(options, script.SECTIONS["few_channels"], r) for r in range(2)]
     assert made[0]["NCCL_HOSTID"] != made[1]["NCCL_HOSTID"]
     assert made[0]["NCCL_MAX_CTAS"] == "4"
     assert not any(name in each for each in made for name in MULTICAST_OFF)
@@ -393,6 +417,133 @@ def test_wrong_bits_and_a_gather_mode_that_did_not_run_are_failures(scripts: Any
     results = made_results()
     del results["sections"]["modes"]["contenders"]["gather"]
     assert verdict(results) == 1
+    results = made_results()
+    results["sections"]["modes"]["contenders"]["gather_copies"] = {"1": {"errors": ["x"]}}
+    assert verdict(results) == 1
+
+
+def a_section(scripts: Any, tmp_path: Path, *contenders: str, until_s: float = 300) -> Any:
+    """Return what runs ``modes`` with ranks of our own making and returns the answer."""
+    module = scripts("ranks_section")
+    script = scripts("several_gpus")
+    arguments = ["--device", "cpu", "--small", "--ranks", "2", "--run", "modes"]
+    arguments += ["--reference", "modes", "--weights", "nowhere", "--contenders"]
+    options = script.parse([*arguments, ",".join(contenders)])
+    options.until, options.answer = time.time() + until_s, str(tmp_path / "answer")
+
+    def run(monkeypatch: pytest.MonkeyPatch, run_ranks: Any) -> dict[str, Any]:
+        monkeypatch.setattr("dlo_core.bench.launch.run_ranks", run_ranks)
+        before = signal.getsignal(signal.SIGALRM)
+        code = module.run_section(options)
+        assert signal.getsignal(signal.SIGALRM) is before
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+        found: dict[str, Any] = json.loads((tmp_path / "answer").read_text())
+        assert code == (1 if "error" in found else 0)
+        return found
+
+    return run
+
+
+def tell_all(on_tell: Any, name: str, **found: Any) -> None:
+    for rank in range(2):
+        on_tell(rank, json.dumps({"name": name, "rank": rank, "found": found}))
+
+
+@pytest.mark.parametrize("how", ["dies", "is silent", "says so"])
+def test_contenders_behind_one_that_fails_have_their_turn_in_new_processes(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(scripts("ranks_section"), "_SILENCE_S", 0.5)
+    started: list[tuple[str, ...]] = []
+
+    def run_ranks(measure: Any, arguments: Any, *, on_tell: Any, **_: Any) -> None:
+        names = arguments[0].contenders
+        started.append(names)
+        for name in names:
+            if name != "gather_copies":
+                tell_all(on_tell, name, runs={}, done=True)
+                continue
+            if how == "dies":
+                on_tell(0, json.dumps({"name": name, "rank": 0, "found": {"runs": {"8": {}}}}))
+                raise RuntimeError("rank 1 failed: NCCL refused the window")
+            if how == "is silent":
+                time.sleep(20)
+            tell_all(on_tell, name, errors=[None, "NCCL refused the window"], done=True)
+            return
+
+    run = a_section(scripts, tmp_path, "gather", "gather_copies", "local_shared", "local")
+    found = run(monkeypatch, run_ranks)
+    assert started == [
+        ("resident", "gather", "gather_copies", "local_shared", "local"),
+        ("local_shared", "local"),
+    ]
+    contenders = found["contenders"]
+    assert found["complete"]
+    assert "error" not in found
+    assert [name for name, ranks in contenders.items() if "errors" in ranks["0"]] == [
+        "gather_copies"
+    ]
+    said = json.dumps(contenders["gather_copies"]["0"]["errors"])
+    assert ("no rank said anything" if how == "is silent" else "refused") in said
+    if how == "dies":
+        assert contenders["gather_copies"]["0"]["runs"] == {"8": {}}
+
+
+def test_no_new_processes_are_started_when_the_time_is_up(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    def run_ranks(*_: Any, **__: Any) -> None:
+        started.append(1)
+        raise RuntimeError("dead")
+
+    run = a_section(scripts, tmp_path, "gather", "local", until_s=20)
+    found = run(monkeypatch, run_ranks)
+    assert started == [1]
+    assert found["contenders"]["resident"]["0"]["errors"] == ["RuntimeError: dead"]
+    assert "out of time" in found["contenders"]["gather"]["0"]["skipped"]
+    assert "out of time" in found["contenders"]["local"]["0"]["skipped"]
+
+
+def test_a_contender_that_fails_is_told_by_all_ranks_and_is_their_last(scripts: Any) -> None:
+    weights, steps = scripts("ranks_weights"), scripts("ranks_steps")
+    made = scripts("ranks_contenders")
+    contender: Any = made.Contender
+
+    class Fails(contender):  # type: ignore[misc]
+        """Comes up, cannot be called, and cannot be let go either."""
+
+        def attach(self, member: Member, model: Any) -> Any:
+            def fail(*args: Any) -> None:
+                raise RuntimeError(f"{'not' if args else 'not even gone'} on rank {member.rank}")
+
+            return made.Attached(fail, dict, fail)
+
+    made.CONTENDERS["gather_copies"] = Fails("dlo")
+    path = weights.make_weights(1 << 20, torch.float32)
+    names = ("resident", "gather_copies", "gather")
+    shape = Shape(32, 4, 2, 0, "float32")
+    job = steps.StepsJob(path, shape, "dp", ((8, 1),), names, time.time() + 60)
+    found = gathered(told_by_ranks(job, steps.measure_steps))
+    assert set(found) == {"resident", "gather_copies"}
+    wanted = [f"RuntimeError: not on rank {rank}" for rank in range(2)]
+    assert all(found["gather_copies"][rank]["errors"] == wanted for rank in "01")
+    assert all(ranks[rank]["done"] for ranks in found.values() for rank in "01")
+
+
+def test_what_is_half_told_makes_tables_too(scripts: Any) -> None:
+    """They are written while the ranks run."""
+    report, tables = scripts("ranks_report"), scripts("ranks_tables")
+    results = made_results()
+    del results["sections"]["modes"]["contenders"]["resident"]["1"]
+    del results["sections"]["modes"]["contenders"]["gather"]["0"]
+    results["sections"]["settings"] = {"contenders": {"gather_depth3": {"0": {"errors": ["x"]}}}}
+    results["sections"]["sp"] = {"contenders": {}, "ranks": {}, "reference": "sp"}
+    rows = report.rows_of(results)
+    by_name = {(row.contender, row.tokens): row for row in rows}
+    assert by_name["gather", 100].same_bits is False
+    assert "gather_depth3: ['x']" in tables.tables(results, rows)
 
 
 def test_every_section_and_contender_is_documented(scripts: Any) -> None:

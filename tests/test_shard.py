@@ -51,7 +51,7 @@ def gather(plan: ShardPlan, shards: list[torch.Tensor], slack: int = 0) -> Slot:
     backend = CpuBackend()
     buffer = torch.cat([*shards, torch.full((slack,), 0xEE, dtype=torch.uint8)])
     event = backend.new_event()
-    slot = Slot(0, buffer, event, event, event, backend.new_check())
+    slot = Slot(0, buffer, event, event, event, event, backend.new_check())
     expected = expected_trailers(DIGEST, BLOCK, plan.size) if plan.size > 1 else None
     block = TravellingBlock(plan, shards[0], expected, BlockTimes.new(backend))
     RawUnpack(backend)(slot, block)

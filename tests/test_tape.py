@@ -62,7 +62,7 @@ class Log:
 def make_pool(depth: int) -> Pool:
     return Pool(
         tuple(
-            Slot(index, torch.empty(0), CpuEvent(), CpuEvent(), CpuEvent(), NoCheck())  # type: ignore[arg-type]
+            Slot(index, torch.empty(0), CpuEvent(), CpuEvent(), CpuEvent(), CpuEvent(), NoCheck())  # type: ignore[arg-type]
             for index in range(depth)
         )
     )

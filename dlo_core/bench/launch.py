@@ -143,6 +143,7 @@ def _listen(ranks: list[_Rank], limit_s: float, on_tell: Callable[[int, str], No
                 each.process.join(_EXIT_S)
                 if not each.answer and not each.error:
                     each.error = f"ended without an answer, exit code {each.process.exitcode}"
+                    deadline = min(deadline, time.monotonic() + _EXIT_S)
                 continue
             if kind == "tell":
                 on_tell(number, value)

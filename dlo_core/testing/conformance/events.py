@@ -76,12 +76,13 @@ class EventConformance(BackendSuite):
             assert event.query()
             assert torch.equal(out, pattern(64, seed)), "reached by an earlier recording"
 
-    def test_one_stream_waits_for_another(self, lab: Lab) -> None:
+    @pytest.mark.parametrize("timing", [False, True])
+    def test_one_stream_waits_for_another(self, lab: Lab, timing: bool) -> None:
         first, second = lab.stream(), lab.stream()
         middle, dst, src = lab.device(257), lab.device(257), lab.host(257, 1)
         lab.busy(first)
         lab.copy(first, middle, src)
-        second.wait_event(first.record_event())
+        second.wait_event(first.record_event(lab.backend.new_event(timing=timing)))
         lab.copy(second, dst, middle)
         second.synchronize()
         assert torch.equal(lab.read(dst), src), "the second stream did not wait for the first"
@@ -132,13 +133,14 @@ class EventConformance(BackendSuite):
 
     def test_an_event_means_its_latest_recording_to_the_host(self, lab: Lab) -> None:
         idle, stream, event = lab.stream(), lab.stream(), lab.backend.new_event()
-        out, src = lab.host(64), lab.host(64, 5)
-        idle.record_event(event)
-        lab.busy(stream)
-        lab.copy(stream, out, src)
-        stream.record_event(event)
-        event.synchronize()
-        assert torch.equal(out, src), "the host waited for an earlier recording"
+        for fill in range(1, 4):
+            out, src = lab.host(64), lab.host(64, fill)
+            idle.record_event(event)
+            lab.busy(stream)
+            lab.copy(stream, out, src)
+            stream.record_event(event)
+            event.synchronize()
+            assert torch.equal(out, src), "the host waited for an earlier recording"
 
     def test_a_wait_holds_later_work_only(self, lab: Lab) -> None:
         first, second = lab.stream(), lab.stream()
