@@ -367,6 +367,8 @@ class Transfer(ABC):
         self._feed.catch_up(slot.filled)
         # See [Note: two events].
         stream, times = self._backend.current_stream(), self._blocks[block].times
+        # It may have stayed before.
+        times.waited = True
         stream.record_event(times.wait_start)
         stream.wait_event(slot.filled)
         if self._home is not None:
@@ -515,8 +517,7 @@ class LocalTransfer(Transfer):
 
     def _bring(self, slot: Slot, block: int) -> None:
         # See [Note: one event for both].
-        filled = self._ends_of(slot, block)[0]
-        slot.filled = self._blocks[block].times.copy_end = filled
+        slot.filled = filled = self._ends_of(slot, block)[0]
         self._send(block, filled, partial(self._fill_copy, block, slot, filled))
 
     def _fill_copy(self, block: int, slot: Slot, filled: Event, parts: Sequence[Part]) -> None:
@@ -524,7 +525,9 @@ class LocalTransfer(Transfer):
         with self._backend.stream(self._copy_stream):
             self._copy_stream.wait_event(slot.drained)
             self._copy(block, slot.buffer, parts)
-            # The slot may have the next fill's by now, where a worker comes to this later.
+            # The slot may have the next fill's by now, where a worker comes to this later. So the
+            # times keep the last copy's until then.
+            self._blocks[block].times.copy_end = filled
             self._copy_stream.record_event(filled)
 
     def close(self) -> None:

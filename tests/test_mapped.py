@@ -24,10 +24,12 @@ from toys import AwkwardBlock, Toy, assert_restored, inputs, make_toy, snapshot,
 import dlo_core as dlo
 from dlo_core import mapped, staging
 from dlo_core.checkpoint import Checkpoint
+from dlo_core.cpu import CpuBackend
 from dlo_core.feed import DirectFeed
 from dlo_core.registration import HostRegistration
 from dlo_core.source import ModuleTensor
 from dlo_core.testing import GlooAgreement, Recorder, SimAgreement, SimBackend, World
+from dlo_core.trace import spans
 from dlo_core.transfer import InPlaceTransfer, LocalTransfer, StagedTransfer, Transfer
 from dlo_core.worker import Worker
 
@@ -241,6 +243,20 @@ def test_settling_waits_for_what_is_not_even_read(late_checkpoint: Path) -> None
     assert isinstance(weight, torch.Tensor)
     nbytes = weight.nbytes
     assert torch.equal(slot.buffer[:nbytes], weight.detach().view(torch.uint8).flatten())
+    offloaded.shutdown()
+
+
+def test_a_copy_that_is_not_queued_yet_leaves_the_time_of_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped, "Worker", partial(InlineWorker, "late"))
+    # Odd, so that a block lies in another slot in each pass.
+    model = make_toy(3)
+    offloaded = start(model, store(model, tmp_path), CpuBackend())
+    for _ in range(4):
+        run_passes(model, 1)
+        assert min(block.transfer_ms for block in offloaded.stats().blocks) > 0.0
+        assert all(span.end_ms >= span.start_ms for span in spans(offloaded))
     offloaded.shutdown()
 
 

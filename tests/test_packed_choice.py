@@ -27,6 +27,7 @@ from dlo_core.packed_choice import PackedChoice
 from dlo_core.packed_figures import Figures, Form
 from dlo_core.packed_store import PackedStore
 from dlo_core.packed_switch import more_residents
+from dlo_core.trace import spans
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -158,6 +159,8 @@ def changes(rank: int, told: Told, settings: dict[str, Any]) -> None:
         assert CpuBackend().memory().allocated - held <= stats.device_bytes
         assert stats.device_bytes <= promised.device_nbytes
         assert stats.host_bytes == promised.host_nbytes
+        waits = {span.block for span in spans(offloaded) if span.lane == "wait"}
+        assert waits >= {block.name for block in stats.blocks if not block.resident}
         blocks = [block for block in stats.blocks if block.resident]
         # The memory of three raw ones holds four, but of three ranks' padding, too.
         assert len(blocks) == (4 if form is Form.ALL and offloaded.size < 3 else stay)
