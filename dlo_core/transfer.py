@@ -374,11 +374,14 @@ class Transfer(ABC):
         if self._home is not None:
             self._home.enter(stream, slot, self._blocks[block])
             return
+        self._wait_for_reader(slot, stream)
+        stream.record_event(times.wait_end)
+
+    def _wait_for_reader(self, slot: Slot, stream: Stream) -> None:
         if slot.reader is not None and slot.reader != stream:
             # Another stream reads the same fill: its drained is about to be recorded anew here, so
             # ours must come after it.
             stream.wait_event(slot.drained)
-        stream.record_event(times.wait_end)
 
     def release(self, slot: Slot, block: int) -> None:
         """Say that the current stream's work so far is the last that reads ``slot``."""
@@ -387,6 +390,8 @@ class Transfer(ABC):
         if (home := self._home_of(slot)) is not None:
             home.leave(stream)
         elif not slot.stays:
+            # The block may have been called inside of itself, on another stream.
+            self._wait_for_reader(slot, stream)
             # See [Note: one event for both].
             slot.drained = times.compute_end = self._ends_of(slot, block)[1]
             stream.record_event(slot.drained)

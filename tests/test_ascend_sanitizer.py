@@ -14,7 +14,7 @@ from mutations import ORDERING, RESIDENTS, sites
 
 pytestmark = needs_stub
 HERE = Path(__file__).parent
-SHARED = ("Transfer.acquire", "Transfer.release")
+SHARED = ("Transfer.acquire", "Transfer.release", "Transfer._wait_for_reader")
 OWNERS = {
     "local": ("LocalTransfer", "Transfer."),
     "staged": ("StagedTransfer", "Transfer."),
@@ -34,7 +34,7 @@ def sites_of(way: str) -> list[int]:
         if not (site.timing_only or site.of_graphs)
         and str(site) not in RESIDENTS
         and site.owner.startswith(OWNERS[way])
-        and (SEVERAL in site.text and site.owner == "Transfer.acquire")
+        and (SEVERAL in site.text and site.owner == "Transfer._wait_for_reader")
         == (way == "several streams")
     ]
 

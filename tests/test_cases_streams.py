@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from kernels import Program
 from ranks import run_ranks
 from safetensors.torch import save_file
 from torch import nn
@@ -49,6 +50,34 @@ def test_a_slot_is_overwritten_only_after_the_stream_that_read_it(mode: str) -> 
         before = recorder.log[: recorder.log.index(write)]
         for read in (a for a in before if a.op == "compute" and a.buffer == write.buffer):
             assert read.stamp.before(write.stamp)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_block_inside_of_itself_is_read_on_both_streams(mode: str) -> None:
+    """The next fill comes after the inner call, too, which nothing else orders."""
+    recorder = Recorder()
+    backend = SimBackend(World(1, mode), recorder=recorder, host_ahead=True)
+    model = Program(3)
+    resident = twin(model)
+    recorder.watch(dlo.offload(model, device=backend))
+    other = backend.new_compute_stream("other")
+    inner: list[torch.Tensor] = []
+
+    def call_again(block: nn.Module, args: tuple[torch.Tensor]) -> None:
+        if backend.current_stream() != other:
+            with backend.stream(other):
+                inner.append(block(*args))
+
+    model.get_submodule("blocks.1").register_forward_pre_hook(call_again)
+    x = torch.randn(2, 8)
+    with torch.no_grad(), backend.compute():
+        outs = [model(x), model(x)]
+    backend.synchronize()
+    recorder.check()
+    with torch.no_grad():
+        assert all(torch.equal(out, resident(x)) for out in outs)
+        wanted = resident.get_submodule("blocks.1")(resident.get_submodule("blocks.0")(x))
+        assert [torch.equal(out, wanted) for out in inner] == [True, True]
 
 
 class Bare(nn.Module):

@@ -217,7 +217,7 @@ def test_a_missing_wait_or_record_is_found(fault: str, monkeypatch: pytest.Monke
 
 
 # This one orders several compute streams; nothing of the others is for a lone rank only.
-SEVERAL_COMPUTE_STREAMS = "Transfer.acquire: stream.wait_event(slot.drained)"
+SEVERAL_COMPUTE_STREAMS = "Transfer._wait_for_reader: stream.wait_event(slot.drained)"
 GATHERING = [
     str(site)
     for site in sites()

@@ -334,7 +334,7 @@ IN_GRAPHS = (
     "Transfer.after_graph: stream.record_event(slot.drained)",
 )
 # This device has one compute stream; test_kit.py shows the need on several.
-SEVERAL_COMPUTE_STREAMS = "Transfer.acquire: stream.wait_event(slot.drained)"
+SEVERAL_COMPUTE_STREAMS = "Transfer._wait_for_reader: stream.wait_event(slot.drained)"
 
 
 @pytest.mark.slow

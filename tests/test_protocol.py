@@ -142,7 +142,7 @@ TELLING: list[Program] = [
     ((0, 1, 2, 3, 4), (0, 1), (0, 1, 2, 3, 4)),
 ]
 # The machine has one compute stream; test_kit.py shows the need of this wait on several.
-SEVERAL_COMPUTE_STREAMS = "Transfer.acquire: stream.wait_event(slot.drained)"
+SEVERAL_COMPUTE_STREAMS = "Transfer._wait_for_reader: stream.wait_event(slot.drained)"
 ORDERING = [
     site
     for site in sites()
