@@ -22,7 +22,7 @@ from toys import TOYS, inputs, same_bits, twin
 import dlo_core as dlo
 from dlo_core.coder import Coder
 from dlo_core.cpu import CpuBackend
-from dlo_core.errors import AgreementError, ConfigError, DloError, UseError
+from dlo_core.errors import AgreementError, ConfigError, DloError, RestoreError, UseError
 from dlo_core.packed_choice import PackedChoice
 from dlo_core.packed_figures import Figures, Form
 from dlo_core.packed_store import PackedStore
@@ -388,7 +388,39 @@ def test_an_interrupt_among_the_shards_closes_the_offload(monkeypatch: pytest.Mo
             model(data())
         with pytest.raises(UseError, match="failed earlier"):
             model(data())
+    # Some shards are packed, so what they hold are no values to give back.
+    with pytest.raises(RestoreError, match="failed earlier"):
+        offloaded.disable()
     offloaded.shutdown()
+
+
+def test_an_interrupt_at_the_choice_ends_the_wait_of_the_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Told(monkeypatch)
+
+    def child(rank: int) -> None:
+        model = Model(3, hidden=500)
+        group = torch.distributed.group.WORLD
+        offloaded = dlo.offload(model, device="cpu", packed="auto", group=group, **SHORT)
+        if rank == 1:
+            monkeypatch.setattr(Coder, "measure", interrupted)
+        with torch.inference_mode():
+            for _ in range(3):
+                model(data())
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt if rank else DloError):
+                model(data())
+            assert time.monotonic() - began < SHORT["timeout_s"] / 2
+            with pytest.raises(UseError, match="failed earlier"):
+                model(data())
+        offloaded.shutdown()
+
+    run_ranks(child, 2)
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_weights_that_do_not_get_smaller_stay_raw(monkeypatch: pytest.MonkeyPatch) -> None:
