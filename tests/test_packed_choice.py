@@ -467,6 +467,25 @@ def test_ragged_waves_change_the_form_alike(monkeypatch: pytest.MonkeyPatch) -> 
     run_ranks(child, 2)
 
 
+def test_blocks_that_stay_do_not_see_each_others_writes_and_uses() -> None:
+    """They lie in one run of memory; one may be loaded, or bound first, while another computes."""
+    torch.set_num_threads(1)
+    model = TOYS["called inside another"]()
+    resident = twin(model)
+    given: dict[str, Any] = {"packed": "auto", "resident_layers": len(model.blocks)}
+    offloaded = dlo.offload(model, device="cpu", **given)
+    engine = offloaded.engine
+    assert engine is not None
+    buffers = [slot.buffer for slot in engine.pool.residents.values()]
+    assert len({buffer.data_ptr() for buffer in buffers}) == len(model.blocks)
+    with torch.inference_mode():
+        assert torch.equal(model(inputs(0)), resident(inputs(0)))
+    versions = [buffer._version for buffer in buffers]
+    buffers[0].add_(0)
+    assert [buffer._version for buffer in buffers[1:]] == versions[1:]
+    offloaded.disable()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_models_with_the_same_slots_change_the_form_together(
