@@ -76,10 +76,27 @@ def containers() -> list[nn.Module]:
     ]
 
 
-@pytest.mark.parametrize("kind", range(3), ids=["list", "dict", "sequential"])
+NESTED: list[Any] = [
+    ("layers",),
+    ("core.layers",),
+    None,
+    lambda model: list(model.core.layers.children()),
+]
+
+
 @pytest.mark.parametrize(
-    "blocks",
-    [("layers",), ("core.layers",), None, lambda model: list(model.core.layers.children())],
+    ("blocks", "kind"),
+    [
+        pytest.param(
+            blocks,
+            kind,
+            id=f"{number}-{name}",
+            # Each way and each kind is once among the quick ones.
+            marks=() if number % 3 == kind else pytest.mark.slow,
+        )
+        for number, blocks in enumerate(NESTED)
+        for kind, name in enumerate(("list", "dict", "sequential"))
+    ],
 )
 def test_nested_blocks_never_reach_the_device_whole(blocks: Any, kind: int) -> None:
     """Declared by a property, by a path, by a function, or found: two slots are all there is.

@@ -106,7 +106,8 @@ def failures(folder: Path, tests: Mapping[str, str]) -> set[tuple[str, str]]:
     return found
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_fails_its_test(failed: set[tuple[str, str]], name: str) -> None:
     assert (name, FAULTS[name]) in failed
