@@ -136,6 +136,8 @@ class Engine:
         self.streamers: list[Streamer] = []
         self.states: list[ModelState] = []
         self.edited = False
+        # Whether a change of the form failed half-way, so that nobody can read the shards.
+        self.mixed = False
         self.choice: Choice | None = None
         self.watch: Watch | None = None
         self._hooks: list[Hooks] = []
@@ -505,7 +507,7 @@ class Engine:
 
     def _fetch(self) -> dict[int, list[torch.Tensor]]:
         """Return the values of every block's tensors in host memory of their own."""
-        if not self.transfer.gathers and self.store.reads:
+        if not self.transfer.gathers and self.store.reads and not self.mixed:
             self._settle()
             return {
                 number: _tensors(layout, self.store.whole(number))

@@ -97,7 +97,12 @@ class PackedChoice:
             if self._ranks.size > 1:
                 if done >= self._next:
                     self._next = _TIMES * done
-                    self._look_together(streamer)
+                    try:
+                        self._look_together(streamer)
+                    except BaseException as error:
+                        # An interrupt, too: the other ranks wait for what this one says.
+                        self._engine.pool.fail(error)
+                        raise
             elif self._trial is None:
                 if done >= _WARM:
                     self._look_together(streamer)

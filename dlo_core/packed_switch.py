@@ -152,6 +152,7 @@ class Switch:
             engine.change_form(store, cuts, home[0], orders)
         except BaseException as error:
             # An interrupt, too: some shards are in the one form and some in the other.
+            engine.mixed = True
             engine.pool.fail(error)
             raise
         self.form = form

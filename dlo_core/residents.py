@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from dlo_core.errors import DloError, UseError
 from dlo_core.feed import FeedError
@@ -218,11 +219,26 @@ class ResidentBlocks:
         if self._run is None:
             self._run = self._backend.empty(self._run_nbytes)
         start = sum(buffer.nbytes for _, buffer in after)
-        return self._run[start : start + nbytes]
+        return _apart(self._run[start : start + nbytes])
 
     def __repr__(self) -> str:
         """Show how many there are, and whether they are there."""
         return f"ResidentBlocks({len(self._bindings)}, {self.state})"
+
+
+def _apart(part: torch.Tensor) -> torch.Tensor:
+    """Return the same bytes with a storage of their own.
+
+    Whether a forward writes or keeps weights is told by its storage; that of all blocks that stay
+    changes when another one is loaded, or bound for the first time.
+    """
+    if part.device.type == torch._C._get_privateuse1_backend_name():
+        # The operators of such a device want storages that are its own, which these are not.
+        return part
+    # Like all that a backend allocates, also where the pass that loads is one of inference mode.
+    with torch.inference_mode(False):
+        made: torch.Tensor = from_dlpack(to_dlpack(part))
+    return made
 
 
 def _no_bytes() -> torch.Tensor:

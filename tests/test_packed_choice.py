@@ -22,7 +22,7 @@ from toys import TOYS, inputs, same_bits, twin
 import dlo_core as dlo
 from dlo_core.coder import Coder
 from dlo_core.cpu import CpuBackend
-from dlo_core.errors import AgreementError, ConfigError, DloError, UseError
+from dlo_core.errors import AgreementError, ConfigError, DloError, RestoreError, UseError
 from dlo_core.packed_choice import PackedChoice
 from dlo_core.packed_figures import Figures, Form
 from dlo_core.packed_store import PackedStore
@@ -391,7 +391,39 @@ def test_an_interrupt_among_the_shards_closes_the_offload(monkeypatch: pytest.Mo
             model(data())
         with pytest.raises(UseError, match="failed earlier"):
             model(data())
+    # Some shards are packed, so what they hold are no values to give back.
+    with pytest.raises(RestoreError, match="failed earlier"):
+        offloaded.disable()
     offloaded.shutdown()
+
+
+def test_an_interrupt_at_the_choice_ends_the_wait_of_the_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Told(monkeypatch)
+
+    def child(rank: int) -> None:
+        model = Model(3, hidden=500)
+        group = torch.distributed.group.WORLD
+        offloaded = dlo.offload(model, device="cpu", packed="auto", group=group, **SHORT)
+        if rank == 1:
+            monkeypatch.setattr(Coder, "measure", interrupted)
+        with torch.inference_mode():
+            for _ in range(3):
+                model(data())
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt if rank else DloError):
+                model(data())
+            assert time.monotonic() - began < SHORT["timeout_s"] / 2
+            with pytest.raises(UseError, match="failed earlier"):
+                model(data())
+        offloaded.shutdown()
+
+    run_ranks(child, 2)
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_weights_that_do_not_get_smaller_stay_raw(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,6 +468,25 @@ def test_ragged_waves_change_the_form_alike(monkeypatch: pytest.MonkeyPatch) -> 
             assert all(torch.equal(mine, wanted) for mine, wanted in pairs)
 
     run_ranks(child, 2)
+
+
+def test_blocks_that_stay_do_not_see_each_others_writes_and_uses() -> None:
+    """They lie in one run of memory; one may be loaded, or bound first, while another computes."""
+    torch.set_num_threads(1)
+    model = TOYS["called inside another"]()
+    resident = twin(model)
+    given: dict[str, Any] = {"packed": "auto", "resident_layers": len(model.blocks)}
+    offloaded = dlo.offload(model, device="cpu", **given)
+    engine = offloaded.engine
+    assert engine is not None
+    buffers = [slot.buffer for slot in engine.pool.residents.values()]
+    assert len({buffer.data_ptr() for buffer in buffers}) == len(model.blocks)
+    with torch.inference_mode():
+        assert torch.equal(model(inputs(0)), resident(inputs(0)))
+    versions = [buffer._version for buffer in buffers]
+    buffers[0].add_(0)
+    assert [buffer._version for buffer in buffers[1:]] == versions[1:]
+    offloaded.disable()
 
 
 @pytest.mark.slow
