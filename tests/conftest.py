@@ -65,7 +65,6 @@ REPEATS = frozenset(
         "test_memory.py::test_ranks_get_all_memory_back[False]",
         "test_memory.py::test_ranks_get_all_memory_back[True]",
         "test_packed_engine.py::test_ranks_that_gather_packed_bytes_have_the_bits_in_every_use[2-settings1]",
-        "test_packed_order.py::test_a_change_to_packed_weights_has_no_race[2]",
         "test_parallel_matrix.py::test_an_accepted_cell_is_bit_identical_and_as_large_as_predicted[DP2xTP2-gather]",
         "test_parallel_matrix.py::test_an_accepted_cell_is_bit_identical_and_as_large_as_predicted[HSDP2x2-no-gather]",
         "test_parallel_table.py::test_the_table_is_written_from_the_report_and_a_stale_one_is_noticed",
