@@ -3,7 +3,12 @@
 Under torchrun with restarts, whatever ends one rank is an error on all the others within the
 deadline; the launcher then starts all ranks anew, and they draw the pictures that are missing.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/restart_job.py --out pictures
+
+Without the variable the launcher keeps one store for all attempts, and a group of the second
+attempt may find the addresses of the first one's ranks in it, and hang or fail while it connects
+(https://github.com/pytorch/pytorch/issues/135712).
 
 ``--fault kill`` (or ``stop``) tries it out: in the first attempt a rank is killed (or stopped) in
 the middle of a picture.
@@ -38,6 +43,17 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def check_store() -> None:
+    """Refuse a store that holds what an attempt before this one left."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise SystemExit(
+            "torchrun would restart the ranks with the store of the attempt before, in which they "
+            "find addresses of dead ranks: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, and "
+            "give it --standalone or --rdzv-backend c10d"
+        )
+
+
 def draw(model: DigitTransformer, number: int, steps: int) -> torch.Tensor:
     """Return picture ``number``, the same in every attempt."""
     return sample(model, torch.tensor([number % 10]), seed=number, num_steps=steps, guidance=2.0)
@@ -63,6 +79,7 @@ def arm(model: DigitTransformer, fault: str, passes: int) -> None:
 def main() -> None:
     """Draw the pictures that are not there yet, each rank its own."""
     options = arguments()
+    check_store()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
