@@ -30,6 +30,7 @@ def steps(options: Options, found: Findings) -> None:
         )
         name = f"{row.tokens} tokens"
         found.at_most(f"step / its limit, {name}", row.step_ms / row.bound_ms, 1.02 * loose)
+        found.at_most(f"step / simulated, {name}", row.step_ms / row.simulated_ms, 1.02 * loose)
         if row.bound_ms < 0.7 * raw_link_ms:
             # The link is the bound; else computation and decoding are, and say how much is gained.
             found.at_most(f"step / T_x raw, {name}", row.step_ms / raw_link_ms, 0.71 * loose)

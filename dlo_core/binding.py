@@ -19,7 +19,7 @@ from dlo_core.errors import UseError
 from dlo_core.fsdp import ManagedBinding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dlo_core.inventory import Owned
     from dlo_core.layout import BlockLayout, TensorSpec
@@ -151,6 +151,7 @@ class _Bound:
     Attributes:
         buffer: The slot's bytes.
         storage: Address of torch's record of their memory.
+        ours: How many tensors bindings have made over each storage so far.
         views: The tensors, in the order of the block's own.
         rows: What the tables get: table, key, placeholder, view.
         pairs: Each placeholder and its view.
@@ -158,20 +159,30 @@ class _Bound:
 
     buffer: torch.Tensor
     storage: int
+    ours: Mapping[int, int]
     views: tuple[torch.Tensor, ...]
     rows: tuple[tuple[dict[str, Any], str, Placeholder, torch.Tensor], ...]
     pairs: tuple[tuple[Placeholder, torch.Tensor], ...]
 
     def state(self) -> tuple[int, int]:
-        """Return how often the bytes were written from Python, and how many tensors share them."""
-        return self.buffer._version, _num_uses(self.storage)
+        """Return how often the bytes were written from Python, and how many tensors share them.
+
+        Not with those of a block that was bound for the first time meanwhile.
+        """
+        return self.buffer._version, _num_uses(self.storage) - self.ours[self.storage]
 
 
 class BlockBinding:
     """The entries of one block, their placeholders, and cached tensors over each slot."""
 
     def __init__(
-        self, block: nn.Module, owned: Sequence[Owned], layout: BlockLayout, device: torch.device
+        self,
+        block: nn.Module,
+        owned: Sequence[Owned],
+        layout: BlockLayout,
+        device: torch.device,
+        *,
+        ours: dict[int, int],
     ) -> None:
         """Prepare everything; the module is not touched.
 
@@ -180,8 +191,10 @@ class BlockBinding:
             owned: Its streamed tensors.
             layout: Where they lie in a slot, in the order of ``owned``.
             device: The compute device, which placeholders name.
+            ours: How many tensors all bindings that may share memory have made over each storage.
         """
         self._block = block
+        self._ours = ours
         self._owned = tuple(owned)
         self._layout = layout
         self.placeholders = tuple(
@@ -252,7 +265,7 @@ class BlockBinding:
         self._check_structure()
         made = self._by_slot.get(slot.index)
         if made is None:
-            made = self._by_slot[slot.index] = self._make(slot)
+            made = self._by_slot[slot.index] = self._make_counted(slot)
         for table, key, placeholder, _ in made.rows:
             if table.get(key) is not placeholder:
                 self._raise_replaced(placeholder)
@@ -311,6 +324,18 @@ class BlockBinding:
                 f"resident=({self._owned[0].name!r},) for example"
             )
 
+    def _make_counted(self, slot: Slot) -> _Bound:
+        """Make the tensors over ``slot``, and count them among ours.
+
+        Blocks that stay may share one storage, and a block may be bound for the first time while
+        another one computes.
+        """
+        storage = slot.buffer.untyped_storage()._cdata
+        before = _num_uses(storage)
+        made = self._make(slot)
+        self._ours[storage] = self._ours.get(storage, 0) + _num_uses(storage) - before
+        return made
+
     def _make(self, slot: Slot) -> _Bound:
         made: list[torch.Tensor] = []
         # Tensors that are made in inference mode could never be used outside of it.
@@ -325,6 +350,7 @@ class BlockBinding:
         return _Bound(
             slot.buffer,
             slot.buffer.untyped_storage()._cdata,
+            self._ours,
             views=tuple(made),
             rows=tuple(
                 (table, key, self.placeholders[number], made[number])

@@ -235,13 +235,14 @@ class Engine:
     def prepare(self, agreement: Agreement) -> None:
         """Make streamers, placeholders and wrappers; still no model is touched."""
         first = 0
+        ours: dict[int, int] = {}
         for model, plan in enumerate(self.plans):
             agree: Agree = _AgreeAlone()
             if self.transfer.gathers:
                 agree = _AgreeOver(agreement, self._timeout_s, model, self.pool)
             count = len(plan.layouts)
             bindings = [
-                BlockBinding(block.module, owned, layout, self._backend.device)
+                BlockBinding(block.module, owned, layout, self._backend.device, ours=ours)
                 for block, owned, layout in zip(
                     plan.blocks, plan.inventory.streamed, plan.layouts, strict=True
                 )

@@ -1,4 +1,4 @@
-"""The planner: what a pass takes when blocks are copied, gathered and computed in turn; pure.
+"""The planner: what a pass takes when blocks are copied, gathered, decoded and computed; pure.
 
 [Note: the simulation]
 Three lanes work in order, each one item after the other: copies, gathers, computation. An item
@@ -8,6 +8,10 @@ starts as soon as its lane is free and what it needs is there, exactly the waits
 - copy k      a stage that is free again; without stages, the slot
 - gather k    copy k, and a slot that is free again
 - compute k   fill k
+
+A block that travels packed is decoded in the lane of computation, right before it computes. So its
+slot is free again as soon as that is done, and a step of *n* equal blocks comes to the longer of
+their transfers, in fewer bytes, and of computation and *n* decodings.
 
 There is no jitter and no cost of the host, so a measured step is never shorter than the simulated
 one but for noise. ``bound_ms`` is what no order can beat: the busiest lane's work. ``lockstep_ms``
@@ -39,11 +43,12 @@ class Simulation:
     Attributes:
         step_ms: From the end of one pass to the end of the next.
         exposed_ms: Part of ``step_ms`` in which computation waits for weights.
-        compute_ms: Computation of all blocks.
+        compute_ms: Computation of all blocks, without decoding.
         copy_ms: Copies of all streamed blocks.
         gather_ms: Gathers of all streamed blocks; 0 where nothing is gathered.
         lockstep_ms: What ``step_ms`` never exceeds. See [Note: the simulation].
         ends_ms: When each block of the very first pass, which starts with nothing loaded, ended.
+        decode_ms: Decoding of all blocks that travel packed.
     """
 
     step_ms: float
@@ -53,11 +58,12 @@ class Simulation:
     gather_ms: float
     lockstep_ms: float
     ends_ms: tuple[float, ...]
+    decode_ms: float = 0.0
 
     @property
     def bound_ms(self) -> float:
         """What no order of copies, gathers and computation can beat."""
-        return max(self.compute_ms, self.copy_ms, self.gather_ms)
+        return max(self.compute_ms + self.decode_ms, self.copy_ms, self.gather_ms)
 
     @property
     def interval_ms(self) -> float:
@@ -78,14 +84,16 @@ def simulate(
     placement: str = "spread",
     host_blocks: bool = False,
     copies_ahead: bool = True,
+    t_decode: float | Sequence[float] | None = None,
 ) -> Simulation:
     """Return what a pass over ``blocks`` takes.
 
     Args:
-        blocks: Bytes of each block, in the order in which they run.
+        blocks: Bytes of each block as it travels, in the order in which they run.
         t_compute: Milliseconds that a block computes, or one number a block.
         link: GB/s from this rank's host memory to its device.
-        gather: GB/s at which a gather writes whole blocks; None: nothing is gathered.
+        gather: GB/s at which a gather writes whole blocks, as they travel; None: nothing is
+            gathered.
         depth: Slots, at least 2.
         stages: Stages of gather mode; 0: gather in place.
         residents: How many blocks stay on the device, or the places of those that do.
@@ -94,11 +102,15 @@ def simulate(
         host_blocks: Whether a wait blocks the host, as on a CPU: then a fill is only queued when
             its turn comes, at the end of an earlier block.
         copies_ahead: Whether the copy into a stage is queued one fill ahead of its gather.
+        t_decode: Milliseconds in which a block that travels packed is decoded, or one number a
+            block, 0 for blocks that stay raw; None: nothing is packed, and blocks compute in their
+            slots.
 
     Raises:
         ConfigError: A value is out of range; names it.
     """
-    computes = _computes(len(blocks), t_compute)
+    computes = _times(len(blocks), "t_compute", t_compute)
+    decodes = _times(len(blocks), "t_decode", 0.0 if t_decode is None else t_decode)
     _check(blocks, {"link": link, "gather": gather}, depth=depth, stages=stages, size=size)
     stay = _residents(len(blocks), residents, placement)
     streamed = [place for place in range(len(blocks)) if place not in stay]
@@ -111,21 +123,32 @@ def simulate(
         copies_ahead=copies_ahead and stages > 0 and gather is not None,
         # With a slot for each block every block is loaded once and for all.
         loads_once=len(streamed) <= depth,
+        packed=t_decode is not None,
     )
     lanes = _Lanes(shape, copies, gathers)
-    step_ms, ends = _settle(lanes, computes, set(streamed))
+    once = _decoded_once(decodes, streamed if not shape.loads_once else ())
+    step_ms, ends = _settle(lanes, computes, decodes, streamed=set(streamed), once=once)
     if shape.loads_once:
         copies = gathers = [0.0] * len(streamed)
-    total = sum(computes)
+    if once:
+        decodes = [0.0] * len(blocks)
+    busy = [compute + decode for compute, decode in zip(computes, decodes, strict=True)]
     return Simulation(
         step_ms=step_ms,
-        exposed_ms=max(step_ms - total, 0.0),
-        compute_ms=total,
+        exposed_ms=max(step_ms - sum(busy), 0.0),
+        compute_ms=sum(computes),
         copy_ms=sum(copies),
         gather_ms=sum(gathers),
-        lockstep_ms=_lockstep(shape, computes, streamed, copies, gathers),
+        lockstep_ms=_lockstep(shape, busy, streamed, copies, gathers),
         ends_ms=ends,
+        decode_ms=sum(decodes),
     )
+
+
+def _decoded_once(decodes: Sequence[float], anew: Collection[int]) -> bool:
+    """Return whether one block alone is decoded and never loaded ``anew``: it stays decoded."""
+    packed = [place for place, decode_ms in enumerate(decodes) if decode_ms]
+    return len(packed) == 1 and packed[0] not in anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +160,7 @@ class _Shape:
     host_blocks: bool
     copies_ahead: bool
     loads_once: bool
+    packed: bool
 
 
 class _Lanes:
@@ -148,7 +172,7 @@ class _Lanes:
         self._gathers = gathers
         self._copied: list[float] = []
         self._filled: list[float] = []
-        self._computed: list[float] = []
+        self._drained: list[float] = []
         self._reached: list[float] = []
 
     def fill(self, host_ms: float) -> float:
@@ -158,7 +182,7 @@ class _Lanes:
         moves = not shape.loads_once or fill < len(self._copies)
         copy_ms, gather_ms = (self._copies[turn], self._gathers[turn]) if moves else (0.0, 0.0)
         self._reached.append(host_ms)
-        free_ms = _nth(self._computed, fill - shape.slots)
+        free_ms = _nth(self._drained, fill - shape.slots)
         buffer_ms = _nth(self._filled, fill - shape.stages) if shape.stages else free_ms
         start = max(_nth(self._copied, fill - 1), buffer_ms, self._queued(fill, shape.copies_ahead))
         self._copied.append(start + copy_ms)
@@ -169,9 +193,9 @@ class _Lanes:
         self._filled.append(max(start, _nth(self._filled, fill - 1)) + gather_ms)
         return self._filled[fill]
 
-    def computed(self, end_ms: float) -> None:
-        """Note when the block of the last fill ended."""
-        self._computed.append(end_ms)
+    def computed(self, start_ms: float, end_ms: float) -> None:
+        """Note when the block of the last fill computed; its slot is free then, or decoded."""
+        self._drained.append(start_ms if self._shape.packed else end_ms)
 
     def _queued(self, fill: int, ahead: bool) -> float:
         """Return when the host queued a fill: when it reached the block ``slots - 1`` before."""
@@ -185,16 +209,22 @@ def _nth(times: Sequence[float], index: int) -> float:
 
 
 def _settle(
-    lanes: _Lanes, computes: Sequence[float], streamed: Collection[int]
+    lanes: _Lanes,
+    computes: Sequence[float],
+    decodes: Sequence[float],
+    *,
+    streamed: Collection[int],
+    once: bool,
 ) -> tuple[float, tuple[float, ...]]:
     """Return the time of a pass once it repeats, and the ends of the first pass's blocks."""
     now, first, passes = 0.0, list[float](), [0.0]
     for turn in range(_MOST_PASSES):
         for place, compute_ms in enumerate(computes):
             ready_ms = lanes.fill(now) if place in streamed else now
-            now = max(now, ready_ms) + compute_ms
+            start = max(now, ready_ms) + (0.0 if once and turn else decodes[place])
+            now = start + compute_ms
             if place in streamed:
-                lanes.computed(now)
+                lanes.computed(start, now)
             if turn == 0:
                 first.append(now)
         passes.append(now)
@@ -228,16 +258,16 @@ def _lockstep(
     return total
 
 
-def _computes(count: int, t_compute: float | Sequence[float]) -> list[float]:
-    computes = list(t_compute) if isinstance(t_compute, Sequence) else [t_compute] * count
-    if not count or len(computes) != count:
+def _times(count: int, name: str, given: float | Sequence[float]) -> list[float]:
+    times = list(given) if isinstance(given, Sequence) else [given] * count
+    if not count or len(times) != count:
         raise ConfigError(
-            f"simulate() needs at least one block and one t_compute for each; got {count} blocks "
-            f"and {len(computes)} times"
+            f"simulate() needs at least one block and one {name} for each; got {count} blocks "
+            f"and {len(times)} times"
         )
-    if not all(math.isfinite(value) and value >= 0 for value in computes):
-        raise ConfigError(f"t_compute must be milliseconds of at least 0; got {t_compute!r}")
-    return computes
+    if not all(math.isfinite(value) and value >= 0 for value in times):
+        raise ConfigError(f"{name} must be milliseconds of at least 0; got {given!r}")
+    return times
 
 
 def _check(

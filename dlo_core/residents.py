@@ -233,7 +233,8 @@ def _apart(part: torch.Tensor) -> torch.Tensor:
     changes when another one is loaded, or bound for the first time.
     """
     if part.device.type == torch._C._get_privateuse1_backend_name():
-        # The operators of such a device want storages that are its own, which these are not.
+        # The operators of such a device want storages that are its own, which these are not. What
+        # is bound for the first time is told apart all the same; a write counts for all of them.
         return part
     # Like all that a backend allocates, also where the pass that loads is one of inference mode.
     with torch.inference_mode(False):

@@ -17,7 +17,8 @@ stream. Nothing writes the slot while it is read, so each stream waits for slot.
 A block that travels packed is decoded by the stream that computes, right before: into the one
 buffer where all blocks compute, which is their *home*. So the slot is drained as soon as this is
 done, and the home has one event, drained, recorded behind each computation; another stream waits
-for it before it decodes or computes there.
+for it before it decodes or computes there. One that computes from what another stream has decoded
+waits for that, too: for the slot's drained, which is recorded right behind it.
 
 A pass that is captured as a graph runs over other events: see [Note: a captured pass] in
 ``capture.py``. Outside of it *drained* stands for the whole graph.
@@ -198,6 +199,7 @@ class DecodedHome:
         self._pool = pool
         self._codec = codec
         self._held: tuple[int, int] | None = None
+        self._decoder: Stream | None = None
 
     def enter(self, stream: Stream, slot: Slot, block: TravellingBlock) -> None:
         """Queue the decoding on the current ``stream``, unless it is what the buffer holds.
@@ -222,7 +224,10 @@ class DecodedHome:
             self._held = slot.index, slot.turn
             # See [Note: two events].
             stream.record_event(slot.drained)
-            slot.reader = stream
+            slot.reader = self._decoder = stream
+        elif self._decoder != stream:
+            # The block may have been called inside of itself, so that nobody has left.
+            stream.wait_event(slot.drained)
         stream.record_event(block.times.decode_end)
 
     def _wait(self, stream: Stream) -> None:
@@ -246,7 +251,8 @@ class DecodedHome:
 
     def leave(self, stream: Stream) -> None:
         """Record that the work of ``stream`` so far is the last that uses the buffer."""
-        # See [Note: two events].
+        # See [Note: two events]. The block may have been called inside of itself, elsewhere.
+        self._wait(stream)
         home = self.slot
         stream.record_event(home.drained)
         home.reader = stream

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from toys import twin
+
+import dlo_core as dlo
+from dlo_core.testing import Recorder, SimBackend, World
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Program"]
+__all__ = ["InnerCalls", "Program"]
 
 
 class Kernel(nn.Module):
@@ -45,3 +49,45 @@ class Program(nn.Module):
                 raise ArithmeticError("the program says so")
             x = self.blocks[number](x)
         return x * self.scale
+
+
+class InnerCalls:
+    """A run in which a block is called inside of itself, on another stream, with a recorder."""
+
+    def __init__(self, mode: str = "late", **settings: Any) -> None:
+        self._world = World(1, mode)
+        self._settings = settings
+        self._recorder = Recorder()
+
+    def __call__(self) -> InnerCalls:
+        """Run, comparing bits; raise what goes wrong."""
+        self._world.run_ranks(self._rank)
+        return self
+
+    @torch.no_grad()
+    def _rank(self, rank: int) -> None:
+        backend = SimBackend(self._world, rank, recorder=self._recorder, host_ahead=True)
+        model = Program(3)
+        resident = twin(model)
+        self._recorder.watch(dlo.offload(model, device=backend, **self._settings))
+        other = backend.new_compute_stream("other")
+        inner: list[torch.Tensor] = []
+        x, y = torch.randn(2, 8), torch.randn(2, 8)
+
+        def call_again(block: nn.Module, _: tuple[torch.Tensor]) -> None:
+            if backend.current_stream() != other:
+                with backend.stream(other):
+                    inner.append(block(y))
+
+        model.get_submodule("blocks.1").register_forward_pre_hook(call_again)
+        with backend.compute():
+            outs = [model(x), model(x)]
+        backend.synchronize()
+        assert [torch.equal(out, resident(x)) for out in outs] == [True, True]
+        wanted = resident.get_submodule("blocks.1")(y)
+        assert [torch.equal(out, wanted) for out in inner] == [True, True]
+
+    @property
+    def races(self) -> list[str]:
+        """What the recorder found."""
+        return [str(race) for race in self._recorder.races]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ascend import VENDOR_WARNINGS, build, inputs_of, npu
 from ranks import run_ranks
+from toys import TOYS, inputs
 
 import dlo_core as dlo
 
@@ -95,3 +96,22 @@ def test_an_offload_lives_through_failures_new_weights_and_a_second_start(
     for told in on_npus(live, 2, gather):
         assert {name for name, right in told.items() if not right} == set()
         assert len(told) == NUM_BLOCKS + 5
+
+
+def called_inside_another(rank: int) -> list[bool]:
+    """Keep all blocks in one run of memory, and call each second one inside of the one before."""
+    backend = npu(rank)
+    model = TOYS["called inside another"]()
+    resident = copy.deepcopy(model).to(backend.device)
+    num = len(model.get_submodule("blocks")._modules)
+    offloaded = dlo.offload(model, device=backend, packed="auto", resident_layers=num)
+    right = [same(model, resident, inputs(number).to(backend.device)) for number in range(3)]
+    offloaded.disable()
+    return right
+
+
+def test_blocks_that_stay_may_be_called_inside_of_each_other(
+    on_npus: Callable[..., list[Any]],
+) -> None:
+    """Its operators want storages that are its own, so they share one."""
+    assert on_npus(called_inside_another, 1) == [[True] * 3]

@@ -88,6 +88,17 @@ def test_what_is_measured_adds_up() -> None:
     assert json.loads(json.dumps(report.to_dict()))["bit_identical"] is True
 
 
+def test_what_packed_weights_take_is_measured_block_by_block() -> None:
+    job = BenchJob(SHAPE, tokens=(4,), settings={"packed": True}, num_passes=2)
+    resident, streamed = measure_resident(member(), job), measure_streamed(member(), job)
+    assert len(streamed.blocks_decode_ms) == 6
+    assert min(streamed.blocks_decode_ms) > 0
+    (row,) = BenchReport(job, [resident], [streamed]).rows
+    assert row.bit_identical
+    assert row.decode_ms == sum(streamed.blocks_decode_ms)
+    assert row.simulated_ms >= 0.999 * row.bound_ms
+
+
 def test_a_model_of_ones_own_brings_its_arguments() -> None:
     job = BenchJob(SHAPE, tokens=(4,), model="bench_models:two_linears", num_passes=2)
     resident, streamed = measure_resident(member(), job), measure_streamed(member(), job)
@@ -145,10 +156,28 @@ def test_blocks_that_stay_are_neither_copied_nor_simulated_as_copied(
         copied_nbytes=int(copy_ms * 1e6),
         num_residents=2,
         packed_ratio=ratio,
+        blocks_decode_ms=(0.0,) * 6 if ratio else (),
     )
     (row,) = BenchReport(job, [(alone,)], [streamed]).rows
     assert row.copy_ms == copy_ms
     assert row.simulated_ms == pytest.approx(copy_ms, rel=0.01)
+
+
+def test_packed_blocks_are_simulated_with_their_decoding() -> None:
+    """Five blocks of half the bytes compute in 1 ms and are decoded in 0.5; one stays, raw."""
+    alone = made_run(6.0, block_ms=(1.0,) * 6)
+    streamed = dataclasses.replace(
+        made_streamed(made_run(9.0)),
+        copied_nbytes=2_500_000,
+        num_residents=1,
+        packed_ratio=0.5,
+        blocks_decode_ms=(0.5, 0.5, 0.5, 0.0, 0.5, 0.5),
+    )
+    report = BenchReport(BenchJob(SHAPE, tokens=(4,)), [(alone,)], [streamed])
+    (row,) = report.rows
+    assert row.decode_ms == 2.5
+    assert (row.simulated_ms, row.bound_ms) == pytest.approx((8.5, 8.5))
+    assert report.to_dict()["ranks"][0]["decode_ms"] == 2.5
 
 
 @pytest.mark.parametrize("wrong", [("b", "b", "b"), ("a", "a", "b")])

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Sequence
 
+    from kernels import InnerCalls
+
     from dlo_core.slots import Slot
 
 # What one rank does: passes, each with the blocks that it skips; ranks differ.
@@ -176,7 +178,7 @@ def runs_for(owner: str) -> list[Run]:
     return [*runs, Run(build=lambda: make_toy(3), several_streams=True)]
 
 
-def caught_by(runs: list[Run]) -> set[str]:
+def caught_by(runs: Sequence[Run | InnerCalls]) -> set[str]:
     """Return how faults showed: as a race, as wrong bits, as a deadlock."""
     found = set()
     for run in runs:

@@ -10,7 +10,7 @@ from kernels import Program
 
 import dlo_core as dlo
 from dlo_core.rawbytes import move_bytes
-from dlo_core.testing import Recorder, SimBackend, World
+from dlo_core.testing import MODES, Recorder, SimBackend, World
 from dlo_core.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from dlo_core.engine import Engine
 
+HOST_SLAB = "writes host slab"
 HOST = ("host on host writes host slab", "missing: the host's wait for the copy")
 SLOT = ("host on host writes slot", "missing:")
 
@@ -115,5 +116,43 @@ def test_an_update_waits_for_the_copies_that_are_under_way(
         monkeypatch.setattr(Transfer, "stand_still", lambda self: None)
     run(backend, model)
     offloaded.update_weights(fresh)
+    assert any(HOST[0] in str(race) for race in recorder.races) != waits
+    offloaded.shutdown()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_update_of_packed_weights_waits_for_what_it_copies_back(mode: str) -> None:
+    """What the device writes into host memory is not taken for the host's own."""
+    recorder = Recorder()
+    backend = SimBackend(World(mode=mode), recorder=recorder, host_ahead=True)
+    model, fresh = Program(5), Program(5, seed=1)
+    offloaded = dlo.offload(model, device=backend, packed=True)
+    recorder.watch(offloaded)
+    run(backend, model)
+    offloaded.update_weights(fresh.state_dict())
+    x = torch.ones(2, 8)
+    with torch.no_grad(), backend.compute():
+        out = model(x)
+    recorder.check()
+    assert torch.equal(out, fresh(x))
+    assert any(each.op == "copy" and HOST_SLAB in str(each) for each in recorder.log)
+    assert not any(each.op == "host" and HOST_SLAB in str(each) for each in recorder.log)
+    offloaded.shutdown()
+
+
+# The host comes before the copy or after it; nothing orders them in either case.
+@pytest.mark.parametrize("early", [(), ("compute",)])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_host_write_behind_what_the_device_copies_back_has_to_wait(
+    waits: bool, early: tuple[str, ...]
+) -> None:
+    backend, recorder, offloaded, _ = start(early)
+    backend.synchronize()
+    slab = offloaded.engine.store.slab
+    backend.copy(slab[:64], backend.empty(64).fill_(7))
+    if waits:
+        backend.current_stream().synchronize()
+    past_torch(offloaded.engine)
+    backend.synchronize()
     assert any(HOST[0] in str(race) for race in recorder.races) != waits
     offloaded.shutdown()

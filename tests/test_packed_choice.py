@@ -489,6 +489,34 @@ def test_blocks_that_stay_do_not_see_each_others_writes_and_uses() -> None:
     offloaded.disable()
 
 
+def test_blocks_that_stay_in_one_storage_may_be_called_inside_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device of another vendor gives them none of their own; what is kept is noticed still."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr("dlo_core.residents._apart", lambda part: part)
+    model = TOYS["called inside another"]()
+    resident = twin(model)
+    given: dict[str, Any] = {"packed": "auto", "resident_layers": len(model.blocks)}
+    offloaded = dlo.offload(model, device="cpu", **given)
+    kept: list[torch.Tensor] = []
+    with torch.inference_mode():
+        for number in range(3):
+            assert torch.equal(model(inputs(number)), resident(inputs(number)))
+            if number == 1:
+                offloaded.refresh()
+        for block in model.blocks[:2]:
+            hook = block.register_forward_pre_hook(
+                lambda block, _: kept.append(next(block.parameters())[:1])
+            )
+            with pytest.raises(UseError, match="outlives the block's forward"):
+                model(inputs(0))
+            hook.remove()
+            kept.clear()
+        assert torch.equal(model(inputs(0)), resident(inputs(0)))
+    offloaded.disable()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_models_with_the_same_slots_change_the_form_together(

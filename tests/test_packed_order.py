@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from kernels import InnerCalls
 from mutations import mutant, packed_sites
 from test_kit import Run, caught_by
 from toys import Block, Toy, inputs, make_toy
@@ -155,13 +156,14 @@ def test_without_any_one_wait_or_record_there_is_a_race(
     module = mutant(site.number)
     for name in ("LocalTransfer", "StagedTransfer", "InPlaceTransfer", "DecodedHome"):
         monkeypatch.setattr(engine_module, name, getattr(module, name))
-    runs = [Run(mode=mode, packed=True) for mode in MODES]
+    runs: list[Run | InnerCalls] = [Run(mode=mode, packed=True) for mode in MODES]
     runs.append(Run(build=lambda: make_toy(3), several_streams=True, packed=True))
+    runs.append(InnerCalls(packed=True))
     assert "race" in caught_by(runs)
 
 
 def test_every_wait_and_record_of_packed_weights_is_listed() -> None:
-    assert len(SITES) == 3
+    assert len(SITES) == 4
 
 
 def test_a_block_that_could_not_be_bound_leaves_its_home_in_order() -> None:

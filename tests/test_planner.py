@@ -106,6 +106,53 @@ def test_blocks_that_all_have_a_slot_are_loaded_once() -> None:
     assert found.ends_ms == pytest.approx((2.0, 3.0))
 
 
+@pytest.mark.parametrize(
+    ("compute_ms", "decode_ms", "settled", "exposed"),
+    [(1.0, 0.5, 12.0, 6.0), (3.0, 1.0, 16.0, 0.0), (3.0, 0.0, 12.0, 0.0)],
+)
+def test_a_packed_step_is_its_link_or_computation_and_decoding(
+    compute_ms: float, decode_ms: float, settled: float, exposed: float
+) -> None:
+    """Four blocks that are copied in 3 ms each: max(T_x, T_c + n t_dec)."""
+    found = simulate([GB] * 4, compute_ms, 1e3 / 3, t_decode=decode_ms)
+    times = found.step_ms, found.bound_ms, found.lockstep_ms
+    assert times == pytest.approx((settled,) * 3)
+    assert found.exposed_ms == pytest.approx(exposed, abs=1e-6)
+    assert (found.compute_ms, found.decode_ms) == (4 * compute_ms, 4 * decode_ms)
+
+
+def test_a_slot_is_free_again_once_it_is_decoded() -> None:
+    """Copies and gathers of 3 ms in place; by hand, block after block."""
+    packed = at(3.0, 3.0, 3.0, [GB] * 4, t_decode=1.0, **IN_PLACE)
+    # Copy 2 begins at 7, when block 0 is decoded; copy 3 at 11. So neither is waited for.
+    assert packed.ends_ms == pytest.approx((10.0, 14.0, 18.0, 22.0))
+    assert packed.step_ms == pytest.approx(16.0)
+    # Of blocks that compute in their slots copy 2 begins at 10, so block 2 at 16 and not at 14.
+    raw = at(3.0, 3.0, 4.0, [GB] * 4, **IN_PLACE)
+    assert raw.ends_ms == pytest.approx((10.0, 14.0, 20.0, 24.0))
+    assert raw.step_ms == pytest.approx(20.0)
+
+
+def test_blocks_that_stay_are_decoded_where_they_are_packed() -> None:
+    """Of six blocks three stay, raw; the others' copies take 3 * 3 ms."""
+    four = simulate([GB] * 4, 1.0, 1e3 / 3, t_decode=0.5, residents={1, 3})
+    # Two slots hold the others for good; only the home is written anew.
+    assert (four.decode_ms, four.copy_ms, four.step_ms) == pytest.approx((2.0, 0.0, 6.0))
+    six = simulate([GB] * 6, 1.0, 1e3 / 3, t_decode=[0.5, 0.0] * 3, residents={1, 3, 5})
+    assert (six.decode_ms, six.copy_ms) == pytest.approx((1.5, 9.0))
+    assert six.step_ms == pytest.approx(9.0)
+    slow = simulate([GB] * 6, 1.0, 1e3 / 3, t_decode=[1.5, 0.0] * 3, residents={1, 3, 5})
+    assert slow.step_ms == pytest.approx(6 * 1.0 + 3 * 1.5)
+
+
+def test_one_packed_block_alone_stays_decoded() -> None:
+    found = simulate([GB], 2.0, 1e3 / 3, t_decode=1.0)
+    assert found.ends_ms == pytest.approx((6.0,))
+    assert (found.step_ms, found.decode_ms) == pytest.approx((2.0, 0.0))
+    two = simulate([GB] * 2, 2.0, 1e3 / 3, t_decode=1.0)
+    assert (two.step_ms, two.decode_ms, two.copy_ms) == pytest.approx((6.0, 2.0, 0.0))
+
+
 def test_each_rank_copies_its_part_only() -> None:
     whole, half = (at(6.0, 1.0, 0.5, size=size) for size in (1, 2))
     assert (whole.copy_ms, half.copy_ms) == pytest.approx((180.0, 90.0))
@@ -147,6 +194,29 @@ def test_a_step_lies_between_the_bound_and_lockstep(
     assert found.exposed_ms == pytest.approx(found.step_ms - found.compute_ms, abs=1e-6)
 
 
+@settings(max_examples=150, deadline=None)
+@given(shapes, lanes, sizes, st.floats(0.0, 4.0), st.data())
+def test_a_packed_step_lies_between_the_bound_and_one_that_computes_longer(
+    shape: dict[str, Any],
+    ms: tuple[float, float, float],
+    blocks: list[int],
+    decode_ms: float,
+    data: st.DataObject,
+) -> None:
+    """For its slots are free again before the computation, and not behind it."""
+    stay = data.draw(st.sets(st.integers(0, len(blocks) - 1)))
+    decodes = [decode_ms * nbytes / GB for nbytes in blocks]
+    found = at(*ms, blocks, residents=stay, t_decode=decodes, **shape)
+    assert found.step_ms >= found.bound_ms * (1 - 1e-9)
+    assert found.step_ms <= found.lockstep_ms * (1 + 1e-9)
+    assert found.exposed_ms == pytest.approx(
+        found.step_ms - found.compute_ms - found.decode_ms, abs=1e-6
+    )
+    copy_ms, gather_ms, compute_ms = ms
+    longer = at(copy_ms, gather_ms, compute_ms + decode_ms, blocks, residents=stay, **shape)
+    assert found.step_ms <= longer.step_ms * (1 + 1e-9)
+
+
 @settings(max_examples=80, deadline=None)
 @given(shapes, lanes, sizes)
 def test_more_of_anything_is_never_slower(
@@ -171,6 +241,8 @@ def test_more_of_anything_is_never_slower(
         ({"blocks": [-1, 1]}, "byte counts"),
         ({"t_compute": [1.0]}, "2 blocks and 1 times"),
         ({"t_compute": float("nan")}, "t_compute must be milliseconds"),
+        ({"t_decode": [1.0]}, "one t_decode for each; got 2 blocks and 1 times"),
+        ({"t_decode": -1.0}, "t_decode must be milliseconds"),
         ({"link": 0.0}, "link must be a rate"),
         ({"gather": -1.0}, "gather must be a rate"),
         ({"depth": 1}, "depth must be at least 2"),

@@ -81,7 +81,8 @@ class StreamedRank:
         num_residents: How many of them there are.
         packed_ratio: Bytes of the blocks as they travel to those that they compute from; None where
             they are not packed.
-        decode_ms: Milliseconds that decoding takes in a pass.
+        blocks_decode_ms: Milliseconds that decoding each block takes in a pass; 0 for one that is
+            not packed.
     """
 
     runs: tuple[Run, ...]
@@ -98,7 +99,12 @@ class StreamedRank:
     residents_nbytes: int = 0
     num_residents: int = 0
     packed_ratio: float | None = None
-    decode_ms: float = 0.0
+    blocks_decode_ms: tuple[float, ...] = ()
+
+    @property
+    def decode_ms(self) -> float:
+        """Milliseconds that decoding takes in a pass."""
+        return sum(self.blocks_decode_ms)
 
 
 @torch.inference_mode()
@@ -139,11 +145,13 @@ def measure_streamed(member: Member, job: BenchJob) -> StreamedRank:
     )
     copied = _copied(offloaded, partial(_forward, member, job, model))
     stats = offloaded.stats()
-    streamed = {block.name: block.nbytes for block in stats.blocks}
+    blocks = {block.name: block for block in stats.blocks}
     made = StreamedRank(
         runs=runs,
         enable_s=enable_s,
-        blocks_nbytes=tuple(streamed.get(name, nbytes) for name, nbytes in own.items()),
+        blocks_nbytes=tuple(
+            blocks[name].nbytes if name in blocks else nbytes for name, nbytes in own.items()
+        ),
         copied_nbytes=copied,
         host_nbytes=stats.host_bytes,
         pinned_nbytes=stats.pinned_bytes,
@@ -155,7 +163,7 @@ def measure_streamed(member: Member, job: BenchJob) -> StreamedRank:
         residents_nbytes=stats.resident_bytes,
         num_residents=sum(block.resident for block in stats.blocks),
         packed_ratio=stats.packed_ratio,
-        decode_ms=stats.decode_ms,
+        blocks_decode_ms=tuple(blocks[name].decode_ms if name in blocks else 0.0 for name in own),
     )
     member.barrier()
     offloaded.shutdown()

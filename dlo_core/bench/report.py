@@ -116,10 +116,9 @@ class BenchReport:
         share = resident.step_ms / sum(blocks) if sum(blocks) else 0.0
         settings = self.job.settings
         ratio = 1.0 if rank.packed_ratio is None else rank.packed_ratio
-        decode_ms = rank.decode_ms / len(rank.blocks_nbytes)
         return simulate(
             [round(nbytes * ratio) for nbytes in rank.blocks_nbytes],
-            [ms * share + decode_ms for ms in blocks],
+            [ms * share for ms in blocks],
             rank.link_gb_s,
             rank.gather_gb_s,
             depth=settings.get("depth", 2),
@@ -128,6 +127,7 @@ class BenchReport:
             placement=settings.get("resident_placement", "spread"),
             size=len(self.streamed) if rank.gather_gb_s is not None else 1,
             host_blocks=rank.host_blocks,
+            t_decode=None if rank.packed_ratio is None else rank.blocks_decode_ms,
         )
 
     def lines(self) -> tuple[str, ...]:
@@ -181,7 +181,7 @@ class BenchReport:
             "job": asdict(self.job),
             "bit_identical": self.bit_identical,
             "rows": [asdict(row) | {"bound_ms": row.bound_ms} for row in self.rows],
-            "ranks": [asdict(each) for each in self.streamed],
+            "ranks": [asdict(each) | {"decode_ms": each.decode_ms} for each in self.streamed],
         }
 
 

@@ -280,6 +280,7 @@ class SimBackend(Backend):
         stream = self.current_stream()
         if self.recorder is not None:
             self.recorder.accesses(stream.name, op, reads=reads, writes=writes)
+            work = self.recorder.of_device(work, writes)
         stream.run(work, frozenset(map(storage_of, (*reads, *writes))))
 
     def join_meeting(self, meeting: Meeting, out: torch.Tensor, shard: torch.Tensor) -> None:
@@ -373,9 +374,12 @@ class SimBackend(Backend):
             return
         parts = tuple(map(self.device_memory.alias, parts))
         storages = frozenset(map(storage_of, touched))
+        work: Callable[[], object] = partial(_poison, parts)
+        if self.recorder is not None:
+            work = self.recorder.of_device(work, parts)
         if self.graph is None and not any(map(self.world.pending, storages)):
-            self.world.execute(partial(_poison, parts))
-        self.current_stream().run(partial(_poison, parts), storages)
+            self.world.execute(work)
+        self.current_stream().run(work, storages)
 
 
 def _poison(parts: tuple[torch.Tensor, ...]) -> None:

@@ -9,6 +9,7 @@ and counts as one write of the whole buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dlo_core.layout import span_nbytes
@@ -17,7 +18,7 @@ from dlo_core.testing.device_memory import storage_of
 from dlo_core.testing.host_writes import HostWrites
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import torch
 
@@ -193,6 +194,21 @@ class Recorder:
                     self._note(self._access(op, timeline, tensor, write, stamp), storage)
                     if write and op == "compute":
                         self._host_writes.expect(storage)
+
+    def of_device(
+        self, work: Callable[[], object], writes: Iterable[torch.Tensor]
+    ) -> Callable[[], object]:
+        """Return ``work`` of the device such that what it writes is not taken for the host's."""
+        return partial(self._run, work, tuple(map(storage_of, writes)))
+
+    def _run(self, work: Callable[[], object], storages: tuple[int, ...]) -> None:
+        on_host = [storage for storage in storages if self._host_writes.has_bytes(storage)]
+        if on_host:
+            # The host's own come first, or they would be taken for the device's.
+            self._look()
+        work()
+        for storage in on_host:
+            self._host_writes.accept(storage)
 
     def _look(self) -> None:
         """Note what the host has written since the last look, as of now."""
