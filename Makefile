@@ -33,11 +33,8 @@ test: $(VENV)/.tox
 		-e $(PY_ENV),core-only,types,lint,docs
 
 test-all: test
-	$(BIN)/tox run -e core-only -- -m "not slow"
-	$(BIN)/tox run -e $(PY_ENV) -- -m slow
-	$(BIN)/tox run -e zoo
-	$(BIN)/tox run -e parallel
-	$(BIN)/tox run -e serve
+	$(BIN)/tox run-parallel --parallel 2 --parallel-live --parallel-no-spinner \
+		-e $(PY_ENV)-slow,$(PY_ENV)-orders,core-only-all,zoo,parallel,serve
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
