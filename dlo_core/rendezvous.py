@@ -5,6 +5,12 @@ from how many groups this process has. After a group was destroyed the name come
 the dead group's addresses in the store; and ranks that are in unequally many groups get different
 names and never meet. So the first rank of the group makes a fresh name and gives it to whoever asks
 with a fresh request.
+
+[Note: who asks twice is there]
+A rank that was killed or interrupted may have left a request behind, and nobody would read the
+answer to it. So the first rank answers a request with *again*, and counts those who then ask once
+more; a newer request takes the place of an older one until all have. Who waits long for an answer
+asks once more of its own accord, for the first rank may be another one by then.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ import inspect
 import threading
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["MissingRanks", "default_store", "meet", "new_group_of"]
 
 _POLL_S = 0.2
+_AGAIN = "again"
 # A group may have an order of its own since torch has this argument; before, it never had.
 _KEEP_ORDER: dict[str, Any] = (
     {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
@@ -78,30 +85,81 @@ def meet(store: StoreLine, members: Sequence[int], rank: int, timeout_s: float) 
 
 
 def _lead(store: StoreLine, place: str, size: int, deadline: float) -> str:
+    # See [Note: who asks twice is there].
     name = uuid.uuid4().hex
     asked: dict[int, str] = {}
-    while len(asked) < size - 1:
+    there: dict[int, str] = {}
+    while True:
         for rank in range(1, size):
-            key = f"{place}/ask/{rank}"
-            if rank not in asked and store.check([key]):
-                asked[rank] = store.get(key).decode()
-                store.delete_key(key)
-        if len(asked) < size - 1:
-            if time.monotonic() > deadline:
-                missing = [rank for rank in range(1, size) if rank not in asked]
-                answer = "missing " + " ".join(map(str, missing))
-                for request in asked.values():
-                    store.set(f"{place}/answer/{request}", answer)
-                raise MissingRanks(missing)
-            time.sleep(0.001 if deadline - time.monotonic() > _POLL_S else 0.0)
-    for request in asked.values():
+            request = _take(store, f"{place}/ask/{rank}")
+            if request is None:
+                continue
+            if asked.get(rank) == request:
+                there[rank] = request
+                continue
+            if rank in asked:
+                store.delete_key(f"{place}/answer/{asked[rank]}")
+            asked[rank] = request
+            there.pop(rank, None)
+            store.set(f"{place}/answer/{request}", _AGAIN)
+        if len(there) == size - 1:
+            break
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(1, size) if rank not in there]
+            _dismiss(store, place, asked, there, missing)
+            raise MissingRanks(missing)
+        time.sleep(0.001 if deadline - time.monotonic() > _POLL_S else 0.0)
+    for request in there.values():
         store.set(f"{place}/answer/{request}", name)
     return name
+
+
+def _take(store: StoreLine, key: str) -> str | None:
+    """Return the value of a key, which is deleted; None where there is none."""
+    if not store.check([key]):
+        return None
+    value = store.get(key).decode()
+    store.delete_key(key)
+    return value
+
+
+def _dismiss(
+    store: StoreLine,
+    place: str,
+    asked: dict[int, str],
+    there: dict[int, str],
+    missing: Sequence[int],
+) -> None:
+    """Tell those who are there who is missing, and leave nothing to those who are not."""
+    for rank, request in asked.items():
+        answer = f"{place}/answer/{request}"
+        if rank in there:
+            store.set(answer, "missing " + " ".join(map(str, missing)))
+        else:
+            store.delete_key(answer)
 
 
 def _follow(store: StoreLine, place: str, rank: int, deadline: float) -> str:
     request = uuid.uuid4().hex
     asking, answer = f"{place}/ask/{rank}", f"{place}/answer/{request}"
+    try:
+        text = _await(store, asking, answer, request, deadline)
+    except StoreGone:
+        raise
+    except BaseException:
+        with suppress(RuntimeError):
+            store.delete_key(asking)
+            store.delete_key(answer)
+        raise
+    # It may have been asked once more while the answer came.
+    store.delete_key(asking)
+    if text.startswith("missing "):
+        raise MissingRanks([int(part) for part in text.split()[1:]])
+    return text
+
+
+def _await(store: StoreLine, asking: str, answer: str, request: str, deadline: float) -> str:
+    """Ask until there is an answer, and return it."""
     store.set(asking, request)
     # The first rank tells who is missing a little after its own deadline.
     while time.monotonic() < deadline + 4 * _POLL_S:
@@ -111,13 +169,14 @@ def _follow(store: StoreLine, place: str, rank: int, deadline: float) -> str:
         except StoreGone:
             raise
         except RuntimeError:
+            # Who took the request may have been interrupted, and come again.
+            store.set(asking, request)
             continue
         text: str = store.get(answer).decode()
         store.delete_key(answer)
-        if text.startswith("missing "):
-            raise MissingRanks([int(part) for part in text.split()[1:]])
-        return text
-    store.delete_key(asking)
+        if text != _AGAIN:
+            return text
+        store.set(asking, request)
     raise MissingRanks([0])
 
 
