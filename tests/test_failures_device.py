@@ -19,6 +19,7 @@ from ranks import RanksError, run_ranks
 from torch import nn
 
 import dlo_core as dlo
+from dlo_core.registry import get_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,9 +69,9 @@ def join(rank: int, kind: str) -> torch.device:
 
 
 def held(device: torch.device) -> int:
-    """Return the bytes of tensors on the device."""
+    """Return the bytes of tensors on the device; of a CPU those that its backend gave."""
     if device.type == "cpu":
-        return 0
+        return get_backend("cpu").memory().allocated
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
 
@@ -100,6 +101,7 @@ def job(rank: int, kind: str, fault: str) -> None:
 
 
 def begin(x: torch.Tensor, wanted: torch.Tensor) -> tuple[Deep, dlo.LayerwiseOffload]:
+    before = held(x.device)
     model = Deep(6)
     offloaded = dlo.offload(
         model,
@@ -110,6 +112,8 @@ def begin(x: torch.Tensor, wanted: torch.Tensor) -> tuple[Deep, dlo.LayerwiseOff
     )
     with torch.inference_mode():
         assert torch.equal(model(x).cpu(), wanted)
+    # Else it would say nothing at the end that no more is held than at the start.
+    assert held(x.device) > before
     return model, offloaded
 
 
