@@ -337,7 +337,7 @@ class Transfer(ABC):
             Whether it waits: the first time after a load.
         """
         stream, times = self._backend.current_stream(), self._blocks[block].times
-        times.waited = waits = slot.reader is None or slot.reader != stream
+        times.waited = waits = _is_first_read(slot, stream)
         if waits:
             stream.record_event(times.wait_start)
             self._wait_for_load(slot, stream)
@@ -460,7 +460,7 @@ class Transfer(ABC):
             stream.wait_event(slot.filled)
             stream.wait_event(slot.drained)
         for slot in self._pool.residents.values():
-            if slot.reader is None or slot.reader != stream:
+            if _is_first_read(slot, stream):
                 self._wait_for_load(slot, stream)
         if self._home is not None:
             self._home.before_graph(stream)
@@ -698,6 +698,11 @@ class InPlaceTransfer(GatheringTransfer):
     def fill(self, slot: Slot, block: int, fill: int) -> None:
         """Queue the copy and the gather."""
         self._bring(slot, block)
+
+
+def _is_first_read(slot: Slot, stream: Stream) -> bool:
+    """Return whether ``stream`` has not waited for what a block that stays was loaded with."""
+    return slot.reader is None or bool(slot.reader != stream)
 
 
 def reached(event: Event) -> bool:
