@@ -95,7 +95,9 @@ def _lead(store: StoreLine, place: str, size: int, deadline: float) -> str:
             if request is None:
                 continue
             if asked.get(rank) == request:
-                there[rank] = request
+                # With *again* unread it asked of its own accord, and would delete a later answer.
+                if not store.check([f"{place}/answer/{request}"]):
+                    there[rank] = request
                 continue
             if rank in asked:
                 store.delete_key(f"{place}/answer/{asked[rank]}")

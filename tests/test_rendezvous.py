@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ def test_a_rank_that_is_gone_is_missing_and_its_request_too() -> None:
     store = HashStore()
     store.set(f"{PLACE}/ask/1", "of a rank that was killed")
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(come, store, rank, 0.3) for rank in (0, 2)]
+        futures = [pool.submit(come, store, rank, 1.5) for rank in (0, 2)]
         for future in futures:
             with pytest.raises(MissingRanks) as caught:
                 future.result(LONG_S)
@@ -99,6 +100,39 @@ def test_the_first_rank_may_be_interrupted_and_come_again() -> None:
         with pytest.raises(KeyboardInterrupt):
             meet(line, MEMBERS, 0, LONG_S)
         names = {come(store, 0), *(future.result(LONG_S) for future in others)}
+    assert len(names) == 1
+    assert num_keys(store) == 0
+
+
+def test_who_asks_again_of_its_own_accord_does_not_lose_its_answer() -> None:
+    """The second request is on its way before *again* is read and deleted."""
+    store = HashStore()
+    answer = f"{PLACE}/answer/request"
+    polls = threading.Semaphore(0)
+
+    class Leading(Line):
+        def check(self, keys: Sequence[str]) -> bool:
+            if keys == [f"{PLACE}/ask/2"]:
+                polls.release()
+            return bool(self._store.check(keys))
+
+    line: Any = Leading(store)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(meet, line, MEMBERS, 0, LONG_S), pool.submit(come, store, 2)]
+        store.set(f"{PLACE}/ask/1", "request")
+        store.wait([answer])
+        store.set(f"{PLACE}/ask/1", "request")
+        while store.check([f"{PLACE}/ask/1"]):
+            polls.acquire(timeout=LONG_S)
+        # Two rounds more, in which the first rank could have answered.
+        for _ in range(polls._value + 3):
+            polls.acquire(timeout=LONG_S)
+        assert store.get(answer) == b"again"
+        store.delete_key(answer)
+        store.set(f"{PLACE}/ask/1", "request")
+        store.wait([answer])
+        names = {store.get(answer).decode(), *(future.result(LONG_S) for future in futures)}
+        store.delete_key(answer)
     assert len(names) == 1
     assert num_keys(store) == 0
 
