@@ -26,7 +26,7 @@ FAST = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-LONG = settings(FAST, max_examples=20_000)
+LONG = settings(FAST, max_examples=6_000)
 
 TENSORS = {
     "a.weight": torch.arange(6, dtype=torch.float32).view(2, 3),

@@ -121,14 +121,14 @@ def test_a_failure_in_any_step_of_enable_leaves_the_model_as_it_was(
 
 
 @pytest.mark.parametrize(
-    "host",
+    ("size", "host"),
     [
-        None,
-        pytest.param("shared", marks=pytest.mark.slow),
-        pytest.param("mapped", marks=pytest.mark.slow),
+        (2, None),
+        pytest.param(3, None, marks=pytest.mark.slow),
+        pytest.param(2, "shared", marks=pytest.mark.slow),
+        pytest.param(2, "mapped", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.timeout(300)
 def test_a_failure_in_any_step_on_one_rank_is_told_to_all(
     size: int, host: str | None, tmp_path: Path

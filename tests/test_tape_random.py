@@ -66,10 +66,10 @@ def test_slots_hold_the_right_blocks_and_ranks_fill_alike_in_random_programs() -
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_slots_hold_the_right_blocks_and_ranks_fill_alike_in_60_000_random_programs() -> None:
-    met = explore(range(10_000, 70_000))
-    assert met["even by construction"] > 10_000
-    assert min(met.values()) > 100, met
+def test_slots_hold_the_right_blocks_and_ranks_fill_alike_in_20_000_random_programs() -> None:
+    met = explore(range(10_000, 30_000))
+    assert met["even by construction"] > 3_000
+    assert min(met.values()) > 30, met
 
 
 PLANTED = {
