@@ -9,12 +9,13 @@ import pstats
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from checks import Findings, Options
     from torch import nn
@@ -27,6 +28,7 @@ __all__ = ["host"]
 _IN_A_STRETCH, _IN_A_STRETCH_ON_CPU = 10, 2
 _COMPILER = "torch._dynamo"
 _ROWS = 30
+_clock = time.perf_counter
 
 
 def host(options: Options, found: Findings) -> None:
@@ -39,7 +41,7 @@ def host(options: Options, found: Findings) -> None:
 
     from dlo_core.bench.model import Shape
 
-    shape = Shape(64, 4, 5, 0, "float32") if options.small else Shape(480, 4, 12)
+    shape = Shape(80, 4, 5, 0, "float32") if options.small else Shape(480, 4, 12)
     found.note(compiler_was_loaded=_COMPILER in sys.modules)
     if options.small:
         # On a busy machine threads that wait for each other would take the time.
@@ -75,14 +77,16 @@ class _HostBench:
         found, args = self.found, self._args()
         resident, model = build(self.shape, self.options.device), build(self.shape)
         offloaded = self._sum(suffix, resident, model)
+        found.note(**{f"in_place_us{suffix}": self._in_place(offloaded, resident, model)})
         with _Priced(offloaded.backend, offloaded, small=self.options.small) as priced:
             found.note(**{f"prices_us{suffix}": priced.all()})
         same = torch.equal(model(*args), resident(*args))
         found.true(f"same bits after the parts were called{suffix}", same)
         offloaded.shutdown()
         for name, count in (("", 0), ("_resident", self.shape.num_blocks)):
-            # Blocks that compute nothing leave what dlo does; those that stay have no fill.
-            idle, alone = _idle(self.shape), _idle(self.shape).to(self.options.device)
+            # Blocks that compute nothing leave what dlo does; those that stay have no fill. They
+            # are so narrow that the link is done with each before the host is.
+            idle, alone = _idle(self._narrow), _idle(self._narrow).to(self.options.device)
             offloaded = dlo.offload(idle, device=self.options.device, resident_layers=count)
             rows = self._in_turn(alone, idle)
             found.note(**{f"engine_us_a_block{name}{suffix}": self._a_block(rows)})
@@ -111,6 +115,32 @@ class _HostBench:
             found.at_most("host time of a block, µs", figures["median"], 60.0)
         found.note(**{f"profile{suffix}": self._profile(model)})
         return offloaded
+
+    @property
+    def _narrow(self) -> Shape:
+        """The shape with blocks whose weights are a sixth of those of the others."""
+        return replace(self.shape, width=self.shape.width * 2 // 5)
+
+    def _in_place(self, offloaded: Any, resident: nn.Module, model: nn.Module) -> dict[str, float]:
+        """Return the microseconds of the parts of a block's call while the model runs.
+
+        Between a block's own operations each part takes longer than again and again by itself,
+        and the operations may take longer between them.
+        """
+        streamer = offloaded._engine.streamers[0]
+        watch = _Watch()
+        blocks: Any = resident.blocks
+        with watch.over(streamer, "_open"), watch.over(streamer, "_shut"):
+            self._issue_us(model)
+            inner, opened, shut = watch.between(), watch.taken("_open"), watch.taken("_shut")
+        with ExitStack() as stack:
+            for block in blocks:
+                block._compiled_call_impl = block._call_impl
+                stack.callback(setattr, block, "_compiled_call_impl", None)
+                stack.enter_context(watch.over(block, "_compiled_call_impl"))
+            self._issue_us(resident)
+            alone = watch.taken("_compiled_call_impl")
+        return {"open": opened, "block": inner, "shut": shut, "block_of_resident_model": alone}
 
     def _in_turn(self, resident: nn.Module, model: nn.Module) -> list[tuple[float, float]]:
         """Return the microseconds of a pass of both, in turn: what else the host does changes."""
@@ -161,6 +191,42 @@ class _HostBench:
 
         if self.options.cuda:
             torch.cuda.synchronize()
+
+
+class _Watch:
+    """Notes when functions were entered and left."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[tuple[float, float]]] = {}
+
+    @contextmanager
+    def over(self, owner: Any, name: str) -> Iterator[None]:
+        """Have calls of the attribute ``name`` of ``owner`` noted."""
+        inner, seen, clock = getattr(owner, name), self._seen.setdefault(name, []), _clock
+        kept = vars(owner).get(name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = clock()
+            out = inner(*args, **kwargs)
+            seen.append((start, clock()))
+            return out
+
+        setattr(owner, name, timed)
+        try:
+            yield
+        finally:
+            delattr(owner, name)
+            if kept is not None:
+                setattr(owner, name, kept)
+
+    def taken(self, name: str) -> float:
+        """Return the median of the microseconds of a call."""
+        return round(statistics.median(end - start for start, end in self._seen[name]) * 1e6, 1)
+
+    def between(self) -> float:
+        """Return the median of the microseconds from a block's opening to its end."""
+        pairs = zip(self._seen["_open"], self._seen["_shut"], strict=True)
+        return round(statistics.median(shut[0] - opened[1] for opened, shut in pairs) * 1e6, 1)
 
 
 def _idle(shape: Shape) -> nn.Module:

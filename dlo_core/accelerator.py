@@ -305,11 +305,12 @@ class AcceleratorBackend(Backend):
         """Queue the copy; asynchronous where the host side is pinned."""
         # Bytes made outside of inference mode may be written in every mode; nothing has a gradient.
         dst.copy_(src, non_blocking=True)
-        for side in (dst, src):
-            # torch's allocator knows the stream on which a tensor was made, and no other.
-            if not side.is_cpu:
-                current: Any = self.current_stream()
-                side.record_stream(current)
+        # torch's allocator knows the stream on which a tensor was made, and no other.
+        current: Any = self.current_stream()
+        if not dst.is_cpu:
+            dst.record_stream(current)
+        if not src.is_cpu:
+            src.record_stream(current)
 
     def new_check(self) -> Check:
         """Return a new comparison on the device."""

@@ -271,17 +271,19 @@ class BlockBinding:
                 self._raise_replaced(placeholder)
         if torch.is_grad_enabled():
             self._check_grad()
-        for placeholder, view in made.pairs:
-            # Some operators choose their kernel by this flag, in every grad mode.
-            if view.requires_grad is not placeholder.requires_grad:
-                view.requires_grad_(not view.requires_grad)
+        # Of a subclass torch asks much more for a flag, unless it is told not to.
+        with torch._C.DisableTorchFunctionSubclass():
+            for placeholder, view in made.pairs:
+                # Some operators choose their kernel by this flag, in every grad mode.
+                if view.requires_grad is not placeholder.requires_grad:
+                    view.requires_grad_(not view.requires_grad)
         self._bound, self._before = made, made.state()
         if self._managed is not None:
             self._managed.bind(made.views, self.placeholders)
         for table, key, _, view in made.rows:
             table[key] = view
 
-    def unbind(self, *, raised: bool = False) -> None:
+    def unbind(self, raised: bool = False) -> None:
         """Put the placeholders back.
 
         Args:

@@ -122,7 +122,7 @@ class Streamer:
             out = inner(*args, **kwargs)
         except BaseException as error:
             self._note_raised(error, block)
-            self._shut(block, slot, raised=True)
+            self._shut(block, slot, True)
             raise
         self._shut(block, slot)
         return out
@@ -293,13 +293,13 @@ class Streamer:
             FillError: It did not come; the offload is closed.
         """
         number = self.first_block + block
-        if not slot.stays:
-            self._guard(self._transfer.acquire, slot, number, block=block, fill=slot.fill)
-        elif (
-            self._guard(self._transfer.acquire_resident, slot, number, block=block)
-            and self.residents.on_the_way
-        ):
-            self._loaded.add(number)
+        try:
+            if not slot.stays:
+                self._transfer.acquire(slot, number)
+            elif self._transfer.acquire_resident(slot, number) and self.residents.on_the_way:
+                self._loaded.add(number)
+        except Exception as error:
+            self._say(error, block, -1 if slot.stays else slot.fill)
 
     def check(self, slot: Slot, block: int) -> None:
         """Refuse a slot that is known by now to hold other bytes than ``block``'s; never waits.
@@ -335,82 +335,89 @@ class Streamer:
 
     @aside
     def _open(self, block: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Slot:
-        """Take the pool and bind a block: what precedes its own call."""
+        """Take the pool and bind a block: what precedes its own call.
+
+        Every block of every pass comes here, and a call of Python takes as long as one of the
+        driver: see [Note: host time] in ``docs/benchmarks.md``.
+        """
         self._enter()
         try:
-            return self._before(block, args, kwargs)
+            if torch.is_grad_enabled():
+                self._check_grad(args, kwargs)
+            number = self.first_block + block
+            slot = self._find(number, block)
+            try:
+                self.wait_for(slot, block)
+                try:
+                    if slot.check.failed():
+                        self.check(slot, block)
+                    # A block that calls itself is bound already.
+                    if not self._depth[block]:
+                        self.bindings[block].bind(self._transfer.home(slot))
+                except BaseException:
+                    self._transfer.release(slot, number)
+                    raise
+            except BaseException:
+                slot.bound -= 1
+                raise
+            if self._inside and not self._depth[block]:
+                self.nests = True
+            self._inside += 1
+            self._depth[block] += 1
+            self._waited[number] = None
         except BaseException:
             self._pool.lock.release()
             raise
-
-    def _before(self, block: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Slot:
-        self._check_grad(args, kwargs)
-        number = self.first_block + block
-        slot: Slot = self._guard(self._find, number, block=block)
-        try:
-            self.wait_for(slot, block)
-            try:
-                self.check(slot, block)
-                # A block that calls itself is bound already.
-                if not self._depth[block]:
-                    self.bindings[block].bind(self._transfer.home(slot))
-            except BaseException:
-                self._transfer.release(slot, number)
-                raise
-        except BaseException:
-            self.tape.after(slot)
-            raise
-        if self._inside and not self._depth[block]:
-            self.nests = True
-        self._inside += 1
-        self._depth[block] += 1
-        self._waited[number] = None
         return slot
 
-    def _find(self, number: int) -> Slot:
+    def _find(self, number: int, block: int) -> Slot:
         """Return the slot that has a block, or will have when the current stream has waited."""
         slot = self._pool.residents.get(number)
-        if slot is None:
-            return self.tape.before(number)
-        if not self.tape.open:
-            self.tape.begin_pass()
+        try:
+            if slot is None:
+                return self.tape.before(number)
+            if not self.tape.open:
+                self.tape.begin_pass()
+        except Exception as error:
+            self._say(error, block)
         slot.bound += 1
         return slot
 
     @aside
-    def _shut(self, block: int, slot: Slot, *, raised: bool = False) -> None:
+    def _shut(self, block: int, slot: Slot, raised: bool = False) -> None:
         """Unbind a block and give the pool back: what follows its own call."""
         try:
-            self._after(block, slot, raised=raised)
+            self._depth[block] -= 1
+            self._inside -= 1
+            try:
+                if not self._depth[block]:
+                    self.bindings[block].unbind(raised)
+            finally:
+                slot.bound -= 1
+                # Shut down from inside of the block: nothing is left to be ordered.
+                if self._closed is None:
+                    self._transfer.release(slot, self.first_block + block)
         finally:
             self._pool.lock.release()
-
-    def _after(self, block: int, slot: Slot, *, raised: bool) -> None:
-        self._depth[block] -= 1
-        self._inside -= 1
-        try:
-            if not self._depth[block]:
-                self.bindings[block].unbind(raised=raised)
-        finally:
-            self.tape.after(slot)
-            # Shut down from inside of the block: nothing is left to be ordered.
-            if self._closed is None:
-                self._transfer.release(slot, self.first_block + block)
 
     def _guard(self, do: Callable[..., Any], *args: Any, block: int = -1, fill: int = -1) -> Any:
         """Call ``do``; what goes wrong with a transfer closes the offload."""
         try:
             return do(*args)
-        except (UseError, KeyboardInterrupt):
-            raise
-        except DloError as error:
+        except Exception as error:
+            self._say(error, block, fill)
+
+    def _say(self, error: Exception, block: int = -1, fill: int = -1) -> NoReturn:
+        """Raise ``error``, or what it means; what went wrong with a transfer closes the offload."""
+        if isinstance(error, UseError):
+            raise error
+        if isinstance(error, DloError):
             self._pool.fail(error)
-            raise
-        except FeedError as error:
+            raise error
+        if isinstance(error, FeedError):
             mine = error.block - self.first_block
             self._fail(str(error), mine if 0 <= mine < len(self.names) else block, fill, error)
-        except Exception as error:
-            self._fail(str(error) or type(error).__name__, block, fill, error)
+        self._fail(str(error) or type(error).__name__, block, fill, error)
 
     def _fail(self, text: str, block: int, fill: int, cause: Exception | None = None) -> NoReturn:
         if self._closed is not None:

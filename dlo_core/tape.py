@@ -223,12 +223,12 @@ class Tape:
             elif self._calls is not None and fill >= self.base + self.n:
                 self._agree.announce(fill + 1)
             self._issue_to(fill + self.depth)
-        if not self.holds(fill):
+        slot = self._pool.slots[fill % self.depth]
+        if slot.fill != fill or slot.tape is not self:
             raise UseError(
                 f"blocks are called inside each other {self.depth + 1} deep, but there are "
                 f"{self.depth} slots; raise depth"
             )
-        slot = self.slot(fill)
         slot.bound += 1
         return slot
 
@@ -244,12 +244,13 @@ class Tape:
 
     def _find(self, block: int) -> int:
         """Return the fill that serves a call of ``block``: prefetched, called again, or missed."""
-        last = self.pos - 1
+        order, n, pos = self.order, self.n, self.pos
+        last = pos - 1
         # A block called twice at once must not take its next place in a ring where it has two.
-        if last >= self.base and self.block(last) == block and self.holds(last):
+        if last >= self.base and order[last % n] == block and self.holds(last):
             return last
-        for fill in range(self.pos, self.issued):
-            if self.block(fill) == block and self.holds(fill):
+        for fill in range(pos, self.issued):
+            if order[fill % n] == block and self.holds(fill):
                 return fill
         past = [
             slot.fill
@@ -383,18 +384,20 @@ class Tape:
             self._take_over()
 
     def _issue_to(self, end: int) -> None:
+        slots, depth = self._pool.slots, self.depth
         try:
-            while self.issued < end and not self.slot(self.issued).bound:
-                self._issue()
+            while self.issued < end and not (slot := slots[self.issued % depth]).bound:
+                self._issue(slot)
         except BaseException as error:
             # An interrupt, too: how much of the fill is queued is unknown, so the tape is over.
             self._pool.fail(error)
             raise
 
-    def _issue(self) -> None:
+    def _issue(self, slot: Slot) -> None:
+        """Queue the next fill, which goes into ``slot``."""
         fill = self.issued
         self.issued += 1
-        slot, block = self.slot(fill), self.block(fill)
+        block = self.order[fill % self.n]
         if self._keeps(slot, block):
             slot.fill = fill
             self.num_skipped += 1
@@ -402,9 +405,10 @@ class Tape:
         slot.tape, slot.fill, slot.reader = self, fill, None
         slot.turn += 1
         self.num_fills += 1
-        self._filler.fill(slot, block, fill)
-        if self.n > self.depth:
-            self._filler.copy_ahead(self.block(fill + 1), fill + 1)
+        filler = self._filler
+        filler.fill(slot, block, fill)
+        if filler.gathers and self.n > self.depth:
+            filler.copy_ahead(self.block(fill + 1), fill + 1)
 
     def _keeps(self, slot: Slot, block: int) -> bool:
         """Return whether the slot holds the block already, on every rank alike."""

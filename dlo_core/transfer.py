@@ -119,17 +119,18 @@ class TravellingBlock:
         expected: Trailers of all ranks, ``size`` rows, on the device; None where nothing is
             gathered.
         times: Its timing events.
+        parts: The shard as places in it and the bytes that lie there.
     """
 
     plan: ShardPlan | PackedCut
     shard: torch.Tensor | Sequence[Part]
     expected: torch.Tensor | None
     times: BlockTimes
+    parts: Sequence[Part] = field(init=False)
 
-    @property
-    def parts(self) -> Sequence[Part]:
-        """The shard as places in it and the bytes that lie there."""
-        return ((0, self.shard),) if isinstance(self.shard, torch.Tensor) else self.shard
+    def __post_init__(self) -> None:
+        whole = isinstance(self.shard, torch.Tensor)
+        object.__setattr__(self, "parts", ((0, self.shard),) if whole else self.shard)
 
 
 class Unpack(Protocol):
@@ -285,6 +286,7 @@ class Transfer(ABC):
             timing: Whether the events keep the time.
         """
         self._feed: Feed = feed or DirectFeed()
+        self._direct = isinstance(self._feed, DirectFeed)
         self._home = home
         self._backend = backend
         self._pool = pool
@@ -515,6 +517,7 @@ class Transfer(ABC):
         self._copy_stream.record_event(self._blocks[block].times.copy_start)
         for at, part in parts:
             nbytes = part.numel()
+            # A slice takes as long as an event, and most blocks are as large as their slot.
             whole = at == 0 and nbytes == dst.numel()
             self._backend.copy(dst if whole else dst[at : at + nbytes], part)
 
@@ -529,6 +532,12 @@ class LocalTransfer(Transfer):
     def _bring(self, slot: Slot, block: int) -> None:
         # See [Note: one event for both].
         slot.filled = filled = self._ends_of(slot, block)[0]
+        if self._direct:
+            # What the feed would do, at once.
+            travelling = self._blocks[block]
+            self.copied_nbytes += travelling.plan.nbytes
+            self._fill_copy(block, slot, filled, travelling.parts)
+            return
         self._send(block, filled, partial(self._fill_copy, block, slot, filled))
 
     def _fill_copy(self, block: int, slot: Slot, filled: Event, parts: Sequence[Part]) -> None:

@@ -18,13 +18,15 @@ from dlo_cuda.copies import CopyCollective, copies_options, copies_refusal
 from dlo_cuda.cudart import load_runtime
 from dlo_cuda.pinned import SlabAllocator
 from dlo_cuda.settings import describe
+from dlo_cuda.streams import Streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
 
-    from dlo_core.interface import Codec, Collective, Graph
+    from dlo_core.interface import Codec, Collective, Graph, Stream
     from dlo_cuda.cudart import Runtime
 
 __all__ = ["CudaBackend", "make_backend"]
@@ -62,6 +64,20 @@ class CudaBackend(AcceleratorBackend):
             allocator=slabs,
         )
         self._slabs = slabs
+        self._streams = Streams(device.index)
+
+    def new_stream(self, priority: int = 0) -> Stream:
+        """Return a new stream of the device."""
+        return self._streams.new(priority)
+
+    def current_stream(self) -> Stream:
+        """Return the device's current stream in this thread."""
+        return self._streams.current()
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make ``stream`` current."""
+        context: AbstractContextManager[Any] = self._streams.made_current(stream)
+        return context
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Queue the copy; asynchronous where the host side is pinned.
@@ -69,7 +85,11 @@ class CudaBackend(AcceleratorBackend):
         The driver takes no copy from two registrations at once, so one that crosses a seam between
         two pieces of a large slab is cut there.
         """
-        cuts = self._cuts(src if src.is_cpu else dst)
+        slabs, host = self._slabs, src if src.is_cpu else dst
+        cuts: list[int] = []
+        # Rows are small and come from torch's memory; only runs of bytes lie in slabs.
+        if slabs is not None and slabs.has_seams and host.dim() == 1:
+            cuts = slabs.cuts(host.data_ptr(), host.nbytes)
         if not cuts:
             super().copy(dst, src)
             return
@@ -129,12 +149,6 @@ class CudaBackend(AcceleratorBackend):
     def settings(self) -> Mapping[str, str]:
         """Return versions, and what the environment says of memory, queues and NCCL."""
         return describe(exact=self._slabs is not None)
-
-    def _cuts(self, host: torch.Tensor) -> list[int]:
-        # Rows are small and come from torch's memory; only runs of bytes lie in slabs.
-        if self._slabs is None or host.dim() != 1:
-            return []
-        return self._slabs.cuts(host.data_ptr(), host.nbytes)
 
 
 def make_backend(device: str) -> CudaBackend:

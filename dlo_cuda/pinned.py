@@ -102,6 +102,8 @@ class SlabAllocator(PinnedAllocator):
         self._lock_path = lock_path or default
         self._split: weakref.WeakSet[HostRegistration] = weakref.WeakSet()
         self._splitting = threading.Lock()
+        # Once there are some; few memories are so large, and each copy asks.
+        self.has_seams = False
 
     def allocate(self, nbytes: int) -> PinnedSlab:
         """Return exactly ``nbytes`` page-locked zero bytes at the start of a page.
@@ -155,8 +157,6 @@ class SlabAllocator(PinnedAllocator):
 
     def cuts(self, address: int, nbytes: int) -> list[int]:
         """Return where a copy from this range must be cut: one copy stays within one piece."""
-        if not self._split:
-            return []
         return sorted(
             seam - address for made in self._split for seam in made.seams_in(address, nbytes)
         )
@@ -188,6 +188,7 @@ class SlabAllocator(PinnedAllocator):
             with self._splitting:
                 # A new set: a copy of another thread may be going through the old one.
                 self._split = weakref.WeakSet((*self._split, made))
+                self.has_seams = True
         return made
 
     def _how(self, start: int, stop: int, nbytes: int, readonly: bool) -> tuple[int, bool]:
