@@ -306,7 +306,7 @@ class AcceleratorBackend(Backend):
         # Bytes made outside of inference mode may be written in every mode; nothing has a gradient.
         dst.copy_(src, non_blocking=True)
         # torch's allocator knows the stream on which a tensor was made, and no other.
-        current: Any = self.current_stream()
+        current: Any = None if dst.is_cpu and src.is_cpu else self.current_stream()
         if not dst.is_cpu:
             dst.record_stream(current)
         if not src.is_cpu:

@@ -223,7 +223,7 @@ class Tape:
             elif self._calls is not None and fill >= self.base + self.n:
                 self._agree.announce(fill + 1)
             self._issue_to(fill + self.depth)
-        slot = self._pool.slots[fill % self.depth]
+        slot = self.slot(fill)
         if slot.fill != fill or slot.tape is not self:
             raise UseError(
                 f"blocks are called inside each other {self.depth + 1} deep, but there are "
@@ -384,9 +384,8 @@ class Tape:
             self._take_over()
 
     def _issue_to(self, end: int) -> None:
-        slots, depth = self._pool.slots, self.depth
         try:
-            while self.issued < end and not (slot := slots[self.issued % depth]).bound:
+            while self.issued < end and not (slot := self.slot(self.issued)).bound:
                 self._issue(slot)
         except BaseException as error:
             # An interrupt, too: how much of the fill is queued is unknown, so the tape is over.
