@@ -204,7 +204,7 @@ def attach_fsdp(model: nn.Module, setting: Setting) -> Any:
 
 def attach_mmgp(model: nn.Module, setting: Setting) -> Any:
     """Return mmgp with a budget of less than two blocks."""
-    offload = _import("mmgp").offload
+    offload = _import("mmgp.offload")
     blocks: Any = model.blocks
     block_mb = sum(p.nbytes for p in blocks[0].parameters()) / 2**20
     offload.all(

@@ -17,6 +17,8 @@ HOST_TIERS = ("pinned", "shared", "mapped", "pageable")
 # Ten years; a comm library counts in milliseconds or less and overflows some way beyond.
 _LONGEST_S = 315_360_000
 _MOST_THREADS = 256
+# Passes between two looks of packed="auto".
+_MOST_AUTO = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,9 @@ class OffloadConfig:
             right before each block computes; see docs/packed.md. ``"auto"``: loaded raw, and packed
             when the first passes show that it is faster, the resident blocks, too, if that is.
         verify_packed: Whether packed weights are decoded once and compared while loading.
+        time_every: Of so many passes one keeps the times of its blocks for ``stats()`` and traces,
+            besides the first three and those that load resident blocks; 1: every pass does, which
+            costs the device some 20 µs a block; 0: none. Ranks may differ.
         load_threads: Threads that read a checkpoint at once; None: one a CPU that this process may
             use, at most 16. Ranks may differ.
         direct_io: Read checkpoints past the page cache (``O_DIRECT``). Ranks may differ.
@@ -82,6 +87,7 @@ class OffloadConfig:
     strict: bool = True
     packed: bool | Literal["auto"] = False
     verify_packed: bool = True
+    time_every: int = 8
     load_threads: int | None = None
     direct_io: bool = False
 
@@ -147,6 +153,16 @@ class OffloadConfig:
     def _check_choices(self) -> None:
         if not isinstance(self.packed, bool) and self.packed != "auto":
             raise ConfigError(f"packed must be True, False or 'auto'; got {self.packed!r}")
+        if not _is_int(self.time_every) or self.time_every < 0:
+            raise ConfigError(
+                "time_every must be a whole number of passes, of which one keeps times, or 0 for "
+                f"none; got {self.time_every!r}"
+            )
+        if self.packed == "auto" and not 0 < self.time_every <= _MOST_AUTO:
+            raise ConfigError(
+                f"packed='auto' chooses by the times of passes, so time_every must be 1 to "
+                f"{_MOST_AUTO} with it; got {self.time_every!r}"
+            )
         if self.gather_by not in GATHER_MEANS:
             known = " or ".join(map(repr, GATHER_MEANS))
             raise ConfigError(f"gather_by must be {known}; got {self.gather_by!r}")

@@ -117,6 +117,7 @@ class Engine:
         self.store = store
         self.shares = shares
         self._load_threads = config.load_threads
+        self._time_every = config.time_every
         self._may_change = config.packed == "auto"
         hosts = [remainder_run(plan.remainder.nbytes) for plan in plans]
         self._kept = kept
@@ -277,6 +278,7 @@ class Engine:
                 pool=self.pool,
                 pass_start=self._backend.new_event(timing=True),
                 rank=agreement.rank,
+                time_every=self._time_every,
                 before_pass=partial(_ask, weakref.ref(self)),
             )
             self.streamers.append(streamer)

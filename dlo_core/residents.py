@@ -36,11 +36,13 @@ class ResidentBlocks:
     Attributes:
         loaded: Whether all of them are there, or on the way.
         on_the_way: Whether a load was queued that the host did not wait for.
+        unseen: Whether a load was queued since the last pass.
         num_drops: How often they were dropped; after each they lie elsewhere.
     """
 
     loaded = False
     on_the_way = False
+    unseen = False
     num_drops = 0
 
     def __init__(
@@ -116,6 +118,8 @@ class ResidentBlocks:
         self.loaded = True
 
     def _queue(self, numbers: Iterable[int]) -> None:
+        # What a pass waits for them is to be seen.
+        self._transfer.timed = self.unseen = True
         for number in numbers:
             try:
                 self._transfer.load(self._pool.residents[number], number)

@@ -50,7 +50,7 @@ __all__ = ["Startup"]
 _logger = logging.getLogger("dlo")
 
 # Settings in which ranks may differ: the bytes that are gathered are the same.
-_OWN_SETTINGS = ("host", "pin_budget_bytes", "load_threads", "direct_io")
+_OWN_SETTINGS = ("host", "pin_budget_bytes", "time_every", "load_threads", "direct_io")
 _FILES = "files of model {}"
 
 

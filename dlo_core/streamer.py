@@ -29,6 +29,8 @@ __all__ = ["Streamer"]
 
 # Of an exception's text, on the board.
 _LONGEST_TEXT = 300
+# Passes of a model whose times are kept whatever comes later: who looks, looks then.
+_FIRST_TIMED = 3
 
 
 class Streamer:
@@ -46,6 +48,7 @@ class Streamer:
         pool: Pool,
         pass_start: Event,
         rank: int,
+        time_every: int = 1,
         before_pass: Callable[[Streamer], object] = lambda _: None,
     ) -> None:
         """Put the parts together.
@@ -60,6 +63,7 @@ class Streamer:
             pool: The slots.
             pass_start: A timing event.
             rank: In the shard group, for errors.
+            time_every: Of so many passes one keeps times; 0: none does.
             before_pass: Called between two passes of the model.
         """
         self.names = tuple(names)
@@ -74,6 +78,7 @@ class Streamer:
         self._transfer = transfer
         self._pool = pool
         self._rank = rank
+        self._time_every = time_every
         self._before_pass = before_pass
         self._waited: dict[int, None] = {}
         self._loaded: set[int] = set()
@@ -138,13 +143,24 @@ class Streamer:
         self._waited = {}
         self.raised = ""
         self._loaded = set()
+        self._transfer.timed = self._is_timed()
         self._transfer.mark(self.pass_start)
+
+    def _is_timed(self) -> bool:
+        """Return whether this pass keeps times; see [Note: times of some passes]."""
+        every, done = self._time_every, self.tape.num_passes
+        if self._captures or not every:
+            return False
+        timed = done < _FIRST_TIMED or done % every == 0 or self.residents.unseen
+        self.residents.unseen = False
+        return timed
 
     @aside
     def end_pass(self) -> None:
         """Close the pass, unless the offload failed: then there is nothing to wait for."""
-        self.last_waited = tuple(self._waited)
-        self.last_loaded = frozenset(self._loaded)
+        if self._transfer.timed:
+            self.last_waited = tuple(self._waited)
+            self.last_loaded = frozenset(self._loaded)
         if self._pool.failure is None and self._closed is None:
             self._guard(self.tape.end_pass)
 

@@ -385,18 +385,17 @@ class Tape:
 
     def _issue_to(self, end: int) -> None:
         try:
-            while self.issued < end and not (slot := self.slot(self.issued)).bound:
-                self._issue(slot)
+            while self.issued < end and not self.slot(self.issued).bound:
+                self._issue()
         except BaseException as error:
             # An interrupt, too: how much of the fill is queued is unknown, so the tape is over.
             self._pool.fail(error)
             raise
 
-    def _issue(self, slot: Slot) -> None:
-        """Queue the next fill, which goes into ``slot``."""
+    def _issue(self) -> None:
         fill = self.issued
         self.issued += 1
-        block = self.order[fill % self.n]
+        slot, block = self.slot(fill), self.block(fill)
         if self._keeps(slot, block):
             slot.fill = fill
             self.num_skipped += 1

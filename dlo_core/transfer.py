@@ -32,10 +32,17 @@ called in this file and nowhere else.
 
 [Note: one event for both]
 Where a fill or a computation ends, the block's timing event would be recorded right beside the
-slot's, and each takes a moment of the stream. So a slot's *filled* and *drained* are timing events
-of that slot and its present block; the block's times take them over. They belong to a slot and a
-block together: as the block's alone, one could be recorded again for another slot while somebody
-is still to wait for it here.
+slot's, and each takes a moment of the stream. So a slot's *filled* and *drained* are events of that
+slot and its present block; the block's times take them over. They belong to a slot and a block
+together: as the block's alone, one could be recorded again for another slot while somebody is still
+to wait for it here.
+
+[Note: times of some passes]
+An event that keeps the time takes twice as long as one that does not, and before it goes on the
+device ends what it does: with the five of a block it stood still for 27 us (H200), one per cent of
+a block of 2.2 ms. So most passes keep no times, see ``OffloadConfig.time_every``: they record
+*filled* and *drained* alone, over events of their own, and the times stay those of the last pass
+that kept them. What a fill or a call begins with is what it ends with, whenever it is queued.
 
 A fill is up to three steps: copy, gather, unpack. Unpack and home are objects, so that what travels
 and what computes can differ.
@@ -45,7 +52,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -101,11 +108,6 @@ class BlockTimes:
     def new(cls, backend: Backend) -> BlockTimes:
         """Make the events, unrecorded."""
         return cls(*(backend.new_event(timing=True) for _ in range(8)))
-
-    @classmethod
-    def none(cls, backend: Backend) -> BlockTimes:
-        """Make events that take no time."""
-        return cls(*[backend.new_event()] * 8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,8 +204,14 @@ class DecodedHome:
         self._held: tuple[int, int] | None = None
         self._decoder: Stream | None = None
 
-    def enter(self, stream: Stream, slot: Slot, block: TravellingBlock) -> None:
+    def enter(self, stream: Stream, slot: Slot, block: TravellingBlock, *, timed: bool) -> None:
         """Queue the decoding on the current ``stream``, unless it is what the buffer holds.
+
+        Args:
+            stream: The current stream.
+            slot: Has the block's bytes.
+            block: The block.
+            timed: Whether its times are kept.
 
         Raises:
             UseError: Another block computes now.
@@ -215,7 +223,8 @@ class DecodedHome:
                 "block at a time; use packed=False"
             )
         self._wait(stream)
-        stream.record_event(block.times.wait_end)
+        if timed:
+            stream.record_event(block.times.wait_end)
         if self._held != (slot.index, slot.turn):
             plan, home = block.plan, self.slot
             assert not isinstance(plan, ShardPlan)
@@ -229,7 +238,8 @@ class DecodedHome:
         elif self._decoder != stream:
             # The block may have been called inside of itself, so that nobody has left.
             stream.wait_event(slot.drained)
-        stream.record_event(block.times.decode_end)
+        if timed:
+            stream.record_event(block.times.decode_end)
 
     def _wait(self, stream: Stream) -> None:
         # See [Note: two events].
@@ -273,7 +283,6 @@ class Transfer(ABC):
         *,
         home: DecodedHome | None = None,
         feed: Feed | None = None,
-        timing: bool = True,
     ) -> None:
         """Make the side streams.
 
@@ -283,10 +292,9 @@ class Transfer(ABC):
             blocks: What travels, by block number; of all models of the pool.
             home: Where packed blocks compute; None: blocks compute in their slots.
             feed: Brings the shards to where they are copied from; None: they are there.
-            timing: Whether the events keep the time.
         """
         self._feed: Feed = feed or DirectFeed()
-        self._direct = isinstance(self._feed, DirectFeed)
+        self._direct = type(self._feed) is DirectFeed
         self._home = home
         self._backend = backend
         self._pool = pool
@@ -294,9 +302,13 @@ class Transfer(ABC):
         self._copy_stream = backend.new_stream()
         self._graph_streams: list[Stream] = []
         self._edge = backend.new_event()
-        self._timing = timing
+        self.timed = True
         # By slot and block: filled and drained. See [Note: one event for both].
         self._ends: dict[tuple[int, int], tuple[Event, Event]] = {}
+        # The same of passes that keep no times.
+        self._bare_ends: dict[tuple[int, int], tuple[Event, Event]] = {}
+        # What is reached when the device is done with a block's last call.
+        self._done: dict[int, Event] = {}
         self.copied_nbytes = 0
         self.gathered_nbytes = 0
 
@@ -338,15 +350,19 @@ class Transfer(ABC):
         Returns:
             Whether it waits: the first time after a load.
         """
-        stream, times = self._backend.current_stream(), self._blocks[block].times
-        times.waited = waits = _is_first_read(slot, stream)
+        stream, timed = self._backend.current_stream(), self.timed
+        waits = _is_first_read(slot, stream)
+        if timed:
+            times = self._blocks[block].times
+            times.waited = waits
+            if waits:
+                stream.record_event(times.wait_start)
         if waits:
-            stream.record_event(times.wait_start)
             self._wait_for_load(slot, stream)
         if (home := self._home_of(slot)) is not None:
-            home.enter(stream, slot, self._blocks[block])
-            return waits
-        stream.record_event(times.wait_end)
+            home.enter(stream, slot, self._blocks[block], timed=timed)
+        elif timed:
+            stream.record_event(times.wait_end)
         return waits
 
     def _wait_for_load(self, slot: Slot, stream: Stream) -> None:
@@ -374,16 +390,19 @@ class Transfer(ABC):
         """Let the current stream wait until ``slot`` is filled."""
         self._feed.catch_up(slot.filled)
         # See [Note: two events].
-        stream, times = self._backend.current_stream(), self._blocks[block].times
-        # It may have stayed before.
-        times.waited = True
-        stream.record_event(times.wait_start)
+        stream, timed = self._backend.current_stream(), self.timed
+        times = self._blocks[block].times
+        if timed:
+            # It may have stayed before.
+            times.waited = True
+            stream.record_event(times.wait_start)
         stream.wait_event(slot.filled)
         if self._home is not None:
-            self._home.enter(stream, slot, self._blocks[block])
+            self._home.enter(stream, slot, self._blocks[block], timed=timed)
             return
         self._wait_for_reader(slot, stream)
-        stream.record_event(times.wait_end)
+        if timed:
+            stream.record_event(times.wait_end)
 
     def _wait_for_reader(self, slot: Slot, stream: Stream) -> None:
         if slot.reader is not None and slot.reader != stream:
@@ -394,31 +413,41 @@ class Transfer(ABC):
     def release(self, slot: Slot, block: int) -> None:
         """Say that the current stream's work so far is the last that reads ``slot``."""
         # See [Note: two events].
-        stream, times = self._backend.current_stream(), self._blocks[block].times
+        stream = self._backend.current_stream()
         if (home := self._home_of(slot)) is not None:
             home.leave(stream)
         elif not slot.stays:
             # The block may have been called inside of itself, on another stream.
             self._wait_for_reader(slot, stream)
             # See [Note: one event for both].
-            slot.drained = times.compute_end = self._ends_of(slot, block)[1]
+            slot.drained = self._done[block] = self._ends_of(slot, block)[1]
             stream.record_event(slot.drained)
             slot.reader = stream
+            if self.timed:
+                self._blocks[block].times.compute_end = slot.drained
             return
-        stream.record_event(times.compute_end)
+        if self.timed:
+            times = self._blocks[block].times
+            stream.record_event(times.compute_end)
+            self._done[block] = times.compute_end
+        elif home is not None:
+            # Orders nothing, but the slot's event says nothing of the computation.
+            self._done[block] = self._ends_of(slot, block)[1]
+            stream.record_event(self._done[block])
 
     def _ends_of(self, slot: Slot, block: int) -> tuple[Event, Event]:
-        """Return *filled* and *drained* of a slot and the block in it."""
-        ends = self._ends.get((slot.index, block))
+        """Return *filled* and *drained* of a slot and the block in it, for this kind of pass."""
+        known = self._ends if self.timed else self._bare_ends
+        ends = known.get((slot.index, block))
         if ends is None:
-            new_event = self._backend.new_event
-            ends = new_event(timing=self._timing), new_event(timing=self._timing)
-            self._ends[slot.index, block] = ends
+            new_event, timed = self._backend.new_event, self.timed
+            ends = known[slot.index, block] = new_event(timing=timed), new_event(timing=timed)
         return ends
 
     def mark(self, event: Event) -> None:
-        """Record a timing ``event`` on the current stream."""
-        self._backend.current_stream().record_event(event)
+        """Record a timing ``event`` on the current stream, if times are kept."""
+        if self.timed:
+            self._backend.current_stream().record_event(event)
 
     def seal(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 - nothing by default
         """Let what a pass returns be NaN if gathers are given up before the device is there."""
@@ -427,18 +456,21 @@ class Transfer(ABC):
         """Say that gathers are about to be given up; from any thread."""
 
     def num_computed(self) -> int:
-        """Return how many blocks' last calls the device is done with; asks and never waits."""
-        return sum(reached(block.times.compute_end) for block in self._blocks)
+        """Return how many blocks' last calls the device is done with; asks and never waits.
+
+        Blocks that stay count where times are kept.
+        """
+        return sum(map(reached, list(self._done.values())))
 
     def twin(self, pool: Pool) -> Transfer:
         """Return a transfer of the same blocks into other slots, by streams of its own.
 
         It keeps no times. Nothing is gathered: see ``capture.py``.
         """
-        times = BlockTimes.none(self._backend)
-        blocks = [replace(block, times=times) for block in self._blocks]
         home = None if self._home is None else self._home.twin(pool)
-        return type(self)(self._backend, pool, blocks, home=home, feed=self._feed, timing=False)
+        made = type(self)(self._backend, pool, self._blocks, home=home, feed=self._feed)
+        made.timed = False
+        return made
 
     def fork(self) -> None:
         """Let the side streams begin behind the current one; see [Note: a captured pass]."""
@@ -506,15 +538,20 @@ class Transfer(ABC):
     def _streams(self) -> tuple[Stream, ...]:
         return (self._copy_stream,)
 
+    def _times(self, block: int) -> BlockTimes | None:
+        """Return the block's times, if they are kept now."""
+        return self._blocks[block].times if self.timed else None
+
     def _send(self, block: int, filled: Event, queue: Callable[[Sequence[Part]], None]) -> None:
         """Have the feed ``queue`` the copy of the block's shard, which records ``filled``."""
         travelling = self._blocks[block]
         self.copied_nbytes += travelling.plan.nbytes
         self._feed.send(block, travelling.parts, filled, queue)
 
-    def _copy(self, block: int, dst: torch.Tensor, parts: Sequence[Part]) -> None:
-        """Queue the copy of the block's shard to ``dst`` behind its first timing event."""
-        self._copy_stream.record_event(self._blocks[block].times.copy_start)
+    def _copy(self, times: BlockTimes | None, dst: torch.Tensor, parts: Sequence[Part]) -> None:
+        """Queue the copy of a block's shard to ``dst``, behind the first of its ``times``."""
+        if times is not None:
+            self._copy_stream.record_event(times.copy_start)
         for at, part in parts:
             nbytes = part.numel()
             # A slice takes as long as an event, and most blocks are as large as their slot.
@@ -536,18 +573,21 @@ class LocalTransfer(Transfer):
             # What the feed would do, at once.
             travelling = self._blocks[block]
             self.copied_nbytes += travelling.plan.nbytes
-            self._fill_copy(block, slot, filled, travelling.parts)
+            self._fill_copy(slot, filled, self._times(block), travelling.parts)
             return
-        self._send(block, filled, partial(self._fill_copy, block, slot, filled))
+        self._send(block, filled, partial(self._fill_copy, slot, filled, self._times(block)))
 
-    def _fill_copy(self, block: int, slot: Slot, filled: Event, parts: Sequence[Part]) -> None:
+    def _fill_copy(
+        self, slot: Slot, filled: Event, times: BlockTimes | None, parts: Sequence[Part]
+    ) -> None:
         # See [Note: two events].
         with self._backend.stream(self._copy_stream):
             self._copy_stream.wait_event(slot.drained)
-            self._copy(block, slot.buffer, parts)
+            self._copy(times, slot.buffer, parts)
             # The slot may have the next fill's by now, where a worker comes to this later. So the
             # times keep the last copy's until then.
-            self._blocks[block].times.copy_end = filled
+            if times is not None:
+                times.copy_end = filled
             self._copy_stream.record_event(filled)
 
     def close(self) -> None:
@@ -619,7 +659,7 @@ class GatheringTransfer(Transfer):
         plan = self._blocks[block].plan
         rank = self._collective.rank
         part = slot.buffer[rank * plan.nbytes : (rank + 1) * plan.nbytes]
-        self._send(block, slot.copied, partial(self._part_copy, block, slot, part))
+        self._send(block, slot.copied, partial(self._part_copy, slot, self._times(block), part))
         self._feed.catch_up(slot.copied)
         # See [Note: two events].
         with self._backend.stream(self._comm_stream):
@@ -628,21 +668,25 @@ class GatheringTransfer(Transfer):
             self._finish(slot, block)
             self._comm_stream.record_event(slot.filled)
 
-    def _part_copy(self, block: int, slot: Slot, part: torch.Tensor, parts: Sequence[Part]) -> None:
+    def _part_copy(
+        self, slot: Slot, times: BlockTimes | None, part: torch.Tensor, parts: Sequence[Part]
+    ) -> None:
         # See [Note: two events]. Two streams write the slot here, so a fill that nobody computed
         # (a skipped block) is ordered before this copy by slot.filled and not by slot.drained.
         with self._backend.stream(self._copy_stream):
             self._copy_stream.wait_event(slot.filled)
             self._copy_stream.wait_event(slot.drained)
-            self._copy(block, part, parts)
-            self._copy_stream.record_event(self._blocks[block].times.copy_end)
+            self._copy(times, part, parts)
+            if times is not None:
+                self._copy_stream.record_event(times.copy_end)
             self._copy_stream.record_event(slot.copied)
 
     def _gather(self, slot: Slot, block: int, shard: torch.Tensor) -> None:
         """Queue the gather into ``slot``, with its timing events."""
         travelling = self._blocks[block]
         out = slot.buffer[: travelling.plan.padded_nbytes]
-        self._comm_stream.record_event(travelling.times.gather_start)
+        if self.timed:
+            self._comm_stream.record_event(travelling.times.gather_start)
         self._collective.all_gather(out, shard)
         self.gathered_nbytes += out.nbytes
 
@@ -650,7 +694,9 @@ class GatheringTransfer(Transfer):
         travelling = self._blocks[block]
         self._unpack(slot, travelling)
         # See [Note: one event for both].
-        slot.filled = travelling.times.gather_end = self._ends_of(slot, block)[0]
+        slot.filled = filled = self._ends_of(slot, block)[0]
+        if self.timed:
+            travelling.times.gather_end = filled
 
 
 class StagedTransfer(GatheringTransfer):
@@ -667,7 +713,8 @@ class StagedTransfer(GatheringTransfer):
         """Queue the copy of ``fill`` now."""
         if self._ahead != (block, fill):
             stage = self._stage(fill)
-            self._send(block, stage.filled, partial(self._stage_copy, block, stage))
+            queue = partial(self._stage_copy, stage, self._times(block))
+            self._send(block, stage.filled, queue)
             self._ahead = (block, fill)
 
     def fill(self, slot: Slot, block: int, fill: int) -> None:
@@ -692,12 +739,13 @@ class StagedTransfer(GatheringTransfer):
     def _stage(self, fill: int) -> Stage:
         return self._pool.stages[fill % len(self._pool.stages)]
 
-    def _stage_copy(self, block: int, stage: Stage, parts: Sequence[Part]) -> None:
+    def _stage_copy(self, stage: Stage, times: BlockTimes | None, parts: Sequence[Part]) -> None:
         # See [Note: two events].
         with self._backend.stream(self._copy_stream):
             self._copy_stream.wait_event(stage.drained)
-            self._copy(block, stage.buffer, parts)
-            self._copy_stream.record_event(self._blocks[block].times.copy_end)
+            self._copy(times, stage.buffer, parts)
+            if times is not None:
+                self._copy_stream.record_event(times.copy_end)
             self._copy_stream.record_event(stage.filled)
 
 

@@ -50,8 +50,8 @@ class Site:
 
     @property
     def timing_only(self) -> bool:
-        """Whether it records a timing event, which orders nothing."""
-        return "times." in self.text or self.owner == "Transfer.mark"
+        """Whether it records an event for the times or the watch, which orders nothing."""
+        return "times." in self.text or "_done[" in self.text or self.owner == "Transfer.mark"
 
     @property
     def of_graphs(self) -> bool:

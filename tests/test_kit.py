@@ -64,12 +64,15 @@ class Run:
         several_streams: bool = False,
         residents: int = 0,
         packed: bool | str = False,
+        timed: bool = False,
     ) -> None:
+        """Prepare; most passes of a real run keep no times, so these keep none by default."""
         self._several_streams = several_streams
         self.world = World(ranks, mode, seed)
         self.recorders = [Recorder() for _ in range(ranks)]
         self.host_syncs: list[list[str]] = []
         self._settings: dict[str, Any] = {"stages": stages, "depth": depth, "packed": packed}
+        self._settings["time_every"] = 1 if timed or packed == "auto" else 0
         if residents:
             self._settings |= {"resident_layers": residents, "resident_scope": "stage"}
         self._build = build
@@ -117,7 +120,7 @@ def test_the_engine_as_it_is_has_no_race_and_no_host_sync(
     ranks: int, stages: int, mode: str
 ) -> None:
     for depth in (2, 3) if ranks < 3 else (2,):
-        run = Run(ranks=ranks, stages=stages, mode=mode, depth=depth)()
+        run = Run(ranks=ranks, stages=stages, mode=mode, depth=depth, timed=depth == 2)()
         assert run.races == []
         assert run.host_syncs == [[]] * ranks
         assert all(recorder.num_accesses > 100 for recorder in run.recorders)
@@ -128,8 +131,9 @@ def test_the_engine_as_it_is_has_no_race_and_no_host_sync(
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 2), (2, 2), (2, 0)])
 @pytest.mark.parametrize("mode", MODES)
 def test_blocks_that_stay_and_are_dropped_have_no_race(mode: str, ranks: int, stages: int) -> None:
-    run = Run(ranks=ranks, stages=stages, mode=mode, residents=2)()
-    assert run.races == []
+    for timed in (False, True):
+        run = Run(ranks=ranks, stages=stages, mode=mode, residents=2, timed=timed)()
+        assert run.races == []
     names = {access.buffer for access in run.recorders[0].log}
     assert {"resident 1", "resident 3"} <= names
 

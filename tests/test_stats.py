@@ -16,7 +16,7 @@ from toys import Block, Toy, WideBlock, inputs, make_toy
 import dlo_core as dlo
 from dlo_core import trace
 from dlo_core.cpu import CpuBackend
-from dlo_core.cpu_stream import CpuEvent
+from dlo_core.cpu_stream import CpuEvent, CpuStream, HostStream
 from dlo_core.stats import BlockState
 
 if TYPE_CHECKING:
@@ -381,6 +381,131 @@ def test_a_skipped_block_has_no_compute() -> None:
         run(model, (), (2,))
         computed = {span.block for span in trace.spans(offloaded) if span.lane == "compute"}
         assert computed == {"blocks.0", "blocks.1", "blocks.3"}
+
+
+# --- which passes keep times ----------------------------------------------------------------------
+
+
+class TellingBackend(CpuBackend):
+    """Knows which of its events keep the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timing: set[CpuEvent] = set()
+
+    def new_event(self, *, timing: bool = False) -> CpuEvent:
+        """Return a new event."""
+        made = super().new_event(timing=timing)
+        if timing:
+            self.timing.add(made)
+        return made
+
+
+def recorded(backend: TellingBackend, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that gets, of each event that is recorded, whether it keeps the time."""
+    seen: list[bool] = []
+
+    def watch(kind: Any) -> None:
+        inner = kind.record_event
+
+        def record_event(self: Any, event: Any = None) -> Any:
+            seen.append(event in backend.timing)
+            return inner(self, event)
+
+        monkeypatch.setattr(kind, "record_event", record_event)
+
+    watch(CpuStream)
+    watch(HostStream)
+    return seen
+
+
+@pytest.mark.parametrize("residents", [0, 2])
+@pytest.mark.parametrize(
+    ("every", "timed"),
+    [
+        (1, [True] * 9),
+        (4, [True] * 3 + [False, True, False, False, False, True]),
+        (8, [True] * 3 + [False] * 5 + [True]),
+        (0, [False] * 9),
+    ],
+)
+def test_some_passes_keep_times_and_the_others_record_no_event_that_does(
+    every: int, timed: list[bool], residents: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, backend = make_toy(5), TellingBackend()
+    settings: dict[str, Any] = {"time_every": every, "resident_layers": residents}
+    with dlo.offload(model, device=backend, **SHORT, **settings):
+        seen = recorded(backend, monkeypatch)
+        kept = []
+        for number, keeps in enumerate(timed):
+            seen.clear()
+            with torch.inference_mode():
+                # The fills behind the last block are the next pass's, queued like this one's.
+                model(inputs(), ())
+            kept.append(any(seen))
+            if not keeps:
+                # Two events for each block that streams.
+                assert len(seen) == 2 * (5 - residents), number
+        # What stays was loaded with times, which the first pass looks at.
+        assert kept[1:] == timed[1:]
+
+
+def test_times_stay_those_of_the_last_pass_that_kept_them() -> None:
+    model = make_toy(5)
+    with start(model, time_every=4) as offloaded:
+        run(model, *[()] * 5)
+        before, spans = offloaded.stats(), trace.spans(offloaded)
+        assert {span.lane for span in spans} == {"wait", "copy", "compute"}
+        # Passes 6 and 7 keep none, though they run other blocks.
+        run(model, (1,), (2, 3))
+        after = offloaded.stats()
+        assert trace.spans(offloaded) == spans
+        assert after.blocks == before.blocks
+        assert (after.exposed_ms, after.transfer_ms) == (before.exposed_ms, before.transfer_ms)
+        assert after.passes == before.passes + 2
+        run(model, (), (1,))
+        now = {span.block for span in trace.spans(offloaded) if span.lane == "compute"}
+        assert now == {f"blocks.{number}" for number in (0, 2, 3, 4)}
+
+
+def test_a_pass_that_loads_what_stays_keeps_times() -> None:
+    model = make_toy(5)
+    settings: dict[str, Any] = {"resident_layers": 2, "resident_scope": "stage", "time_every": 50}
+    with start(model, **settings) as offloaded:
+        run(model, *[()] * 5)
+        offloaded.offload_resident_layers()
+        run(model, ())
+        staying = [block for block in offloaded.stats().blocks if block.state == "resident"]
+        assert len(staying) == 2
+        assert all(block.transfer_ms > 0 for block in staying)
+        before = offloaded.stats().exposed_ms
+        run(model, ())
+        assert offloaded.stats().exposed_ms == before
+
+
+def test_without_times_the_counters_go_on_and_the_milliseconds_are_zero() -> None:
+    model = make_toy(5)
+    with start(model, time_every=0) as offloaded:
+        run(model, *[()] * 4)
+        stats = offloaded.stats()
+        assert (stats.passes, stats.fills) == (4, 21)
+        assert (stats.exposed_ms, stats.transfer_ms, stats.overlap) == (0.0, 0.0, None)
+        assert [span for span in trace.spans(offloaded) if span.lane != "copy"] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"time_every": -1}, "time_every must be a whole number"),
+        ({"time_every": 2.0}, "time_every must be a whole number"),
+        ({"time_every": True}, "time_every must be a whole number"),
+        ({"time_every": 0, "packed": "auto"}, "chooses by the times"),
+        ({"time_every": 9, "packed": "auto"}, "must be 1 to 8 with it"),
+    ],
+)
+def test_other_numbers_of_passes_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(dlo.ConfigError, match=text):
+        dlo.OffloadConfig(**settings)
 
 
 def test_there_are_no_spans_of_what_is_not_enabled() -> None:
