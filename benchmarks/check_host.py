@@ -15,7 +15,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from checks import Findings, Options
     from torch import nn
@@ -133,6 +133,17 @@ class _HostBench:
         with watch.over(streamer, "_open"), watch.over(streamer, "_shut"):
             self._issue_us(model)
             inner, opened, shut = watch.between(), watch.taken("_open"), watch.taken("_shut")
+        watched: dict[str, Sequence[Any]] = {
+            **dict.fromkeys(("bind", "unbind"), streamer.bindings),
+            **{name: [streamer._transfer] for name in ("fill", "acquire", "release")},
+            "copy": [offloaded.backend],
+        }
+        with ExitStack() as stack:
+            for name, owners in watched.items():
+                for owner in owners:
+                    stack.enter_context(watch.over(owner, name))
+            self._issue_us(model)
+        inside = {name: watch.taken(name) for name in watched}
         with ExitStack() as stack:
             for block in blocks:
                 block._compiled_call_impl = block._call_impl
@@ -140,7 +151,8 @@ class _HostBench:
                 stack.enter_context(watch.over(block, "_compiled_call_impl"))
             self._issue_us(resident)
             alone = watch.taken("_compiled_call_impl")
-        return {"open": opened, "block": inner, "shut": shut, "block_of_resident_model": alone}
+        whole = {"open": opened, "block": inner, "shut": shut, "block_of_resident_model": alone}
+        return whole | inside
 
     def _in_turn(self, resident: nn.Module, model: nn.Module) -> list[tuple[float, float]]:
         """Return the microseconds of a pass of both, in turn: what else the host does changes."""
