@@ -354,7 +354,7 @@ class Streamer:
         """Take the pool and bind a block: what precedes its own call.
 
         Every block of every pass comes here, and a call of Python takes as long as one of the
-        driver: see [Note: host time] in ``docs/benchmarks.md``.
+        driver: see "The host's time of a block" in ``docs/benchmarks.md``.
         """
         self._enter()
         try:
