@@ -9,6 +9,7 @@ import faulthandler
 import gc
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -87,9 +88,10 @@ def until(done: Callable[[], bool], what: str) -> None:
 
 def job(rank: int, kind: str, fault: str) -> None:
     """Rank 1 fails after a pass; rank 0 must end with the error, and lose nothing."""
-    # A rank that hangs is killed, and would not say where.
-    faulthandler.dump_traceback_later(LIMIT_S - 15, exit=False)
+    # A rank that hangs is killed, and would not say where; seen with pytest's -s.
+    faulthandler.dump_traceback_later(LIMIT_S / 2, exit=False)
     device = join(rank, kind)
+    say(rank, "joined")
     resident = Deep(6).to(device)
     gen = torch.Generator().manual_seed(rank)
     x = torch.randn(8, WIDTH, generator=gen).to(device)
@@ -97,11 +99,13 @@ def job(rank: int, kind: str, fault: str) -> None:
         wanted = resident(x).cpu()
         before = held(device)
     (end if rank == 1 else survive)(fault, x, wanted)
+    say(rank, "shut down")
     with torch.inference_mode():
         assert torch.equal(resident(x).cpu(), wanted)
     gc.collect()
     assert held(device) <= before
     leave()
+    say(rank, "left")
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -117,6 +121,7 @@ def begin(x: torch.Tensor, wanted: torch.Tensor) -> tuple[Deep, dlo.LayerwiseOff
     )
     with torch.inference_mode():
         assert torch.equal(model(x).cpu(), wanted)
+    say(dist.get_rank(), "made a pass")
     # Else it would say nothing at the end that no more is held than at the start.
     assert held(x.device) > before
     return model, offloaded
@@ -149,6 +154,7 @@ def survive(fault: str, x: torch.Tensor, wanted: torch.Tensor) -> None:
                 got = model(x).cpu()
                 assert torch.equal(got, wanted) or bool(got.isnan().all())
         until(lambda: offloaded.failed, "the offload did not fail")
+        say(0, f"failed: {offloaded.failure}")
         assert time.monotonic() - began < TIMEOUT_S + 8
         assert isinstance(offloaded.failure, dlo.FillError)
         assert offloaded.failure.culprit == 1, str(offloaded.failure)
@@ -161,6 +167,11 @@ def survive(fault: str, x: torch.Tensor, wanted: torch.Tensor) -> None:
 
 def broken(*_: Any) -> None:
     raise ValueError("the block is broken")
+
+
+def say(rank: int, what: str) -> None:
+    """Print how far a rank is, for the machine where it hangs."""
+    print(f"{time.monotonic():.1f} s, rank {rank}: {what}", file=sys.stderr, flush=True)
 
 
 def leave() -> None:
