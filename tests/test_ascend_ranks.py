@@ -84,20 +84,23 @@ def test_an_offloaded_model_computes_the_resident_bits(
 NUM_BLOCKS = 6
 # Of each block and pass: the runtime's calls. docs/ascend.md has them with the reasons.
 PER_BLOCK = {
-    "local": {"MemcpyAsync": 1, "HcclAllGather": 0, "StreamWaitEvent": 2, "RecordEvent": 5},
-    "staged": {"MemcpyAsync": 2, "HcclAllGather": 1, "StreamWaitEvent": 6, "RecordEvent": 12},
-    "in place": {"MemcpyAsync": 2, "HcclAllGather": 1, "StreamWaitEvent": 6, "RecordEvent": 11},
+    "local": {"MemcpyAsync": 1, "HcclAllGather": 0, "StreamWaitEvent": 2, "RecordEvent": 2},
+    "staged": {"MemcpyAsync": 2, "HcclAllGather": 1, "StreamWaitEvent": 6, "RecordEvent": 7},
+    "in place": {"MemcpyAsync": 2, "HcclAllGather": 1, "StreamWaitEvent": 6, "RecordEvent": 6},
 }
+# Besides, in a pass that keeps times.
+RECORDS_FOR_TIMES = {"local": 3, "staged": 5, "in place": 5}
 SWITCHES = {"local": 2, "staged": 4, "in place": 4}
 NEVER = ("Malloc", "Free", "MallocHost", "FreeHost", "SyncStream", "SyncEvent", "Memcpy", "BadCopy")
 
 
-def calls_of_rank(rank: int, path: str) -> dict[str, Any]:
+def calls_of_rank(rank: int, path: str, timed: bool) -> dict[str, Any]:
     """Count the runtime's calls and the stream switches of one pass in the steady state."""
     backend = npu(rank)
     model = build(NUM_BLOCKS, "bf16")
     x = inputs_of(model, backend.device)
-    offloaded = dlo.offload(model, device=backend, group=dist.group.WORLD, **PATHS[path], **SHORT)
+    settings = {"time_every": 1 if timed else 50, **PATHS[path], **SHORT}
+    offloaded = dlo.offload(model, device=backend, group=dist.group.WORLD, **settings)
     switches = 0
     set_stream = torch.accelerator.set_stream
 
@@ -125,18 +128,19 @@ def calls_of_rank(rank: int, path: str) -> dict[str, Any]:
 
 @needs_stub
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("timed", [False, True])
 def test_a_pass_asks_the_runtime_for_no_more_than_it_needs(
-    on_npus: Callable[..., list[Any]], path: str
+    on_npus: Callable[..., list[Any]], path: str, timed: bool
 ) -> None:
-    for counts in on_npus(calls_of_rank, 2, path):
+    for counts in on_npus(calls_of_rank, 2, path, timed):
         lines = counts.pop("lines")
         # Ours, at the end of the trace.
         assert counts.pop("SyncDevice") == 1, lines
         assert counts.pop("pageable") == []
         assert {name: counts.pop(name) for name in NEVER} == dict.fromkeys(NEVER, 0), lines
         assert counts.pop("switches") == NUM_BLOCKS * SWITCHES[path]
-        # One timing event a pass; where ranks gather, one byte that says whether they gave up.
-        counts["RecordEvent"] -= 1
+        # Where ranks gather, one byte says whether they gave up.
+        counts["RecordEvent"] -= timed * (NUM_BLOCKS * RECORDS_FOR_TIMES[path] + 1)
         counts["MemcpyAsync"] -= PATHS[path]["use_allgather"]
         assert counts == {n: NUM_BLOCKS * count for n, count in PER_BLOCK[path].items()}, lines
 
