@@ -24,19 +24,19 @@ class BlockState(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
-    """One block.
+    """One block; times are of the last pass that kept some, see ``OffloadConfig.time_every``.
 
     Attributes:
         name: Dotted name.
         state: Where its weights are.
         nbytes: Bytes of the whole block.
-        exposed_ms: Milliseconds that the compute stream waited for it in the last pass.
+        exposed_ms: Milliseconds that the compute stream waited for it in that pass.
         transfer_ms: Milliseconds that its last copy and gather took; 0 for a resident block that
-            was there when the last pass began.
-        overlap: 1 - exposed / transfer, not below 0; None when it did not run in the last pass.
+            was there when that pass began.
+        overlap: 1 - exposed / transfer, not below 0; None when it did not run in that pass.
         tier: Kind of host memory of its shard: pinned, shared, mapped or pageable.
         resident: Whether it stays on the device; its state is ``WAITING`` while it is dropped.
-        decode_ms: Milliseconds that decoding it took in the last pass; 0 where it is not packed.
+        decode_ms: Milliseconds that decoding it took in that pass; 0 where it is not packed.
     """
 
     name: str
@@ -54,6 +54,9 @@ class BlockStats:
 class Stats:
     """One offload on this rank.
 
+    Counters are of all passes, times of the last one that kept some: the first three do, those that
+    load resident blocks, and every ``time_every``-th.
+
     Attributes:
         device_bytes: Weight bytes on the device: slots, stages, resident blocks and the remainder.
         host_bytes: Bytes of host memory for this rank's shards; memory that the node's ranks share
@@ -64,7 +67,7 @@ class Stats:
         skipped_fills: Fills that were not needed because the slot held the block already.
         copied_bytes: Bytes copied from host to device so far.
         gathered_bytes: Bytes that gathers wrote so far.
-        exposed_ms: Milliseconds that the compute stream waited for ``filled`` in the last pass.
+        exposed_ms: Milliseconds that the compute stream waited for ``filled`` in that pass.
         transfer_ms: Milliseconds that the copies and gathers of these blocks took.
         overlap: 1 - exposed / transfer, not below 0; None before the first pass.
         blocks: One a block, in registration order.
@@ -75,7 +78,7 @@ class Stats:
         resident_bytes: Of ``device_bytes``, resident blocks.
         packed_ratio: Bytes of the packed blocks as they travel to those that they compute from;
             None where none is packed.
-        decode_ms: Milliseconds that decoding took in the last pass.
+        decode_ms: Milliseconds that decoding took in that pass.
         packed_reason: With ``packed="auto"``, what was chosen and why.
     """
 

@@ -1,6 +1,7 @@
-"""The trace: what each lane (compute, wait, copy, gather) did for each block in the last pass.
+"""The trace: what each lane did for each block in the last pass that kept times.
 
-Timing events are recorded on the hot path and read only here.
+Timing events are recorded on the hot path, in some passes, and read only here and by the choice of
+packed weights.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Span:
 
 
 def spans(offload: Any) -> tuple[Span, ...]:
-    """Return the spans of the last pass of an enabled ``LayerwiseOffload``, by their start.
+    """Return the spans of the last pass of an enabled ``LayerwiseOffload`` that kept times.
 
-    The fills are the blocks' latest ones: those of the first blocks belong to the next pass. Work
+    They are ordered by their start. The fills are the blocks' latest ones: those of the first blocks belong to the next pass. Work
     that is still under way is left out.
     """
     engine = offload.engine

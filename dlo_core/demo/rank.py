@@ -109,6 +109,8 @@ class Worker:
             checkpoint=FOLDER,
             use_allgather=mode == "gather",
             depth=self.job.depth,
+            # The timeline shows the last one.
+            time_every=1,
         )
         images, pass_ms = self._draw(model, measure)
         stats = offloaded.stats()
