@@ -42,8 +42,8 @@ class Span:
 def spans(offload: Any) -> tuple[Span, ...]:
     """Return the spans of the last pass of an enabled ``LayerwiseOffload`` that kept times.
 
-    They are ordered by their start. The fills are the blocks' latest ones: those of the first blocks belong to the next pass. Work
-    that is still under way is left out.
+    They are ordered by their start. The fills are the blocks' latest ones: those of the first
+    blocks belong to the next pass. Work that is still under way is left out.
     """
     engine = offload.engine
     found = [] if engine is None else [s for t in engine.streamers for s in _spans(engine, t)]
