@@ -118,17 +118,21 @@ class ResidentBlocks:
         self.loaded = True
 
     def _queue(self, numbers: Iterable[int]) -> None:
-        # What a pass waits for them is to be seen.
-        self._transfer.timed = self.unseen = True
+        transfer = self._transfer
         for number in numbers:
+            before = transfer.timed
+            # What a pass waits for them is to be seen.
+            transfer.timed = self.unseen = True
             try:
-                self._transfer.load(self._pool.residents[number], number)
+                transfer.load(self._pool.residents[number], number)
             except BaseException as error:
                 # An interrupt, too: the other ranks go on, so this one's collectives are over.
                 self._pool.fail(error)
                 if isinstance(error, Exception) and not isinstance(error, DloError | FeedError):
                     raise FeedError(f"{type(error).__name__}: {error}", number) from error
                 raise
+            finally:
+                transfer.timed = before
             self.on_the_way = True
 
     def renew(self, numbers: Iterable[int]) -> None:

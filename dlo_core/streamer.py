@@ -79,6 +79,8 @@ class Streamer:
         self._pool = pool
         self._rank = rank
         self._time_every = time_every
+        # Of a pass that nobody begins, too.
+        self._timed = time_every > 0
         self._before_pass = before_pass
         self._waited: dict[int, None] = {}
         self._loaded: set[int] = set()
@@ -143,7 +145,7 @@ class Streamer:
         self._waited = {}
         self.raised = ""
         self._loaded = set()
-        self._transfer.timed = self._is_timed()
+        self._transfer.timed = self._timed = self._is_timed()
         self._transfer.mark(self.pass_start)
 
     def _is_timed(self) -> bool:
@@ -158,11 +160,13 @@ class Streamer:
     @aside
     def end_pass(self) -> None:
         """Close the pass, unless the offload failed: then there is nothing to wait for."""
-        if self._transfer.timed:
+        if self._timed:
             self.last_waited = tuple(self._waited)
             self.last_loaded = frozenset(self._loaded)
         if self._pool.failure is None and self._closed is None:
             self._guard(self.tape.end_pass)
+        # Nor does what comes between passes: the times stay those of this one.
+        self._transfer.timed = self._timed = False
 
     @contextmanager
     def instead(
@@ -390,10 +394,12 @@ class Streamer:
         """Return the slot that has a block, or will have when the current stream has waited."""
         slot = self._pool.residents.get(number)
         try:
+            if not self.tape.open:
+                # Nobody began it, or another model's pass came between: it had its own times.
+                self.tape.begin_pass()
+                self._transfer.timed = self._timed
             if slot is None:
                 return self.tape.before(number)
-            if not self.tape.open:
-                self.tape.begin_pass()
         except Exception as error:
             self._say(error, block)
         slot.bound += 1
@@ -425,11 +431,14 @@ class Streamer:
 
     def _say(self, error: Exception, block: int = -1, fill: int = -1) -> NoReturn:
         """Raise ``error``, or what it means; what went wrong with a transfer closes the offload."""
-        if isinstance(error, UseError):
-            raise error
         if isinstance(error, DloError):
-            self._pool.fail(error)
-            raise error
+            if not isinstance(error, UseError):
+                self._pool.fail(error)
+            try:
+                raise error
+            finally:
+                # Else this frame and the error would keep each other, and the caller's tensors.
+                del error
         if isinstance(error, FeedError):
             mine = error.block - self.first_block
             self._fail(str(error), mine if 0 <= mine < len(self.names) else block, fill, error)

@@ -430,8 +430,9 @@ class Transfer(ABC):
             times = self._blocks[block].times
             stream.record_event(times.compute_end)
             self._done[block] = times.compute_end
-        elif home is not None:
-            # Orders nothing, but the slot's event says nothing of the computation.
+        elif self.gathers:
+            # Orders nothing. The slot's event, if one was recorded, says nothing of the
+            # computation, and the watch must see that the device gets on.
             self._done[block] = self._ends_of(slot, block)[1]
             stream.record_event(self._done[block])
 
@@ -458,7 +459,7 @@ class Transfer(ABC):
     def num_computed(self) -> int:
         """Return how many blocks' last calls the device is done with; asks and never waits.
 
-        Blocks that stay count where times are kept.
+        Where nothing is gathered nobody watches, and some blocks count only where times are kept.
         """
         return sum(map(reached, list(self._done.values())))
 

@@ -31,6 +31,13 @@ def member() -> Member:
     return Member(0, 1, CpuBackend(), lambda what: None)
 
 
+def test_the_exposed_time_is_that_of_the_length() -> None:
+    job = BenchJob(SHAPE, tokens=(4, 9, 5), num_passes=2, num_warm=1)
+    runs = measure_streamed(member(), job).runs
+    # Times of one pass told again would be equal to the last bit.
+    assert len({run.exposed_ms for run in runs}) == 3
+
+
 # --- the model ------------------------------------------------------------------------------------
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import attrgetter
@@ -28,6 +30,7 @@ from toys import (
     WIDTH,
     AwkwardBlock,
     Block,
+    NestedToy,
     Toy,
     assert_restored,
     inputs,
@@ -932,6 +935,25 @@ def test_compiled_blocks_stay_inside_of_the_wrapper(first: str, use: str) -> Non
         block._compiled_call_impl = None
     assert_restored(model, before)
     torch._dynamo.reset()
+
+
+def test_what_a_refused_call_was_given_is_let_go_with_the_error() -> None:
+    """Without the collector: on a device it is memory that nobody can use until it comes."""
+    model = NestedToy(2)
+    with dlo.offload(model.requires_grad_(False), device=PoisonBackend(0)):
+        handle = model.blocks[1].register_forward_pre_hook(lambda *_: model.blocks[2](inputs()))
+        x = inputs().clone()
+        given = weakref.ref(x)
+        gc.collect()
+        gc.disable()
+        try:
+            with torch.no_grad(), pytest.raises(dlo.UseError, match="inside each other") as caught:
+                model(x)
+            del caught, x
+            assert given() is None
+        finally:
+            gc.enable()
+            handle.remove()
 
 
 # --- what it says of itself -----------------------------------------------------------------------

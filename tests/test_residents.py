@@ -640,6 +640,21 @@ def test_a_model_called_from_inside_of_a_resident_block_is_refused() -> None:
         handle.remove()
 
 
+def test_residents_count_as_computed_also_where_no_times_are_kept() -> None:
+    """Else the watch takes a device that computes them for one that stands still."""
+
+    def job(rank: int) -> int:
+        model = make_toy(N)
+        offloaded = start(model, resident_layers=3, time_every=0)
+        check(model, make_toy(N), rank)
+        assert offloaded.engine is not None
+        num_computed = offloaded.engine.transfer.num_computed()
+        offloaded.shutdown()
+        return num_computed
+
+    assert everywhere(job, 2) == [N, N]
+
+
 # --- order ----------------------------------------------------------------------------------------
 
 

@@ -483,6 +483,79 @@ def test_a_pass_that_loads_what_stays_keeps_times() -> None:
         assert offloaded.stats().exposed_ms == before
 
 
+class HostingToy(Toy):
+    """Calls a guest, with weights of its own, between two of its blocks."""
+
+    def __init__(self, blocks: Sequence[torch.nn.Module]) -> None:
+        super().__init__(blocks)
+        self.guests: list[Toy] = []
+
+    def forward(self, x: torch.Tensor, skip: Sequence[int] = ()) -> torch.Tensor:
+        """Run the blocks, and the guest in their middle."""
+        x = self.pre(x) + self.table + self.position
+        for number, block in enumerate(self.blocks):
+            if number == 3:
+                for guest in self.guests:
+                    guest(inputs())
+            if number not in skip:
+                x = block(x)
+        out: torch.Tensor = self.post(x)
+        return out
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_pass_in_the_middle_of_another_ones_leaves_that_its_kind(keeps: bool) -> None:
+    host, guest = HostingToy([Block() for _ in range(5)]).requires_grad_(False), make_toy(4)
+    with dlo.offload([host, guest], device=CpuBackend(), time_every=4, **SHORT) as offloaded:
+        assert offloaded.engine is not None
+        mine = offloaded.engine.streamers[0]
+        # One of the next passes keeps times and the other one none.
+        run(host, *[()] * (4 if keeps else 5))
+        run(guest, *[()] * (5 if keeps else 4))
+        kept, spans = mine.last_waited, list(trace._spans(offloaded.engine, mine))
+        host.guests.append(guest)
+        # Two of the host's blocks run before the guest, and two after it.
+        run(host, (1,))
+        now = list(trace._spans(offloaded.engine, mine))
+        if keeps:
+            assert mine.last_waited == (0, 2, 3, 4)
+            starts = [span.start_ms for span in now if span.lane == "compute"]
+            assert len(starts) == 4
+            assert all(start >= 0 for start in starts)
+        else:
+            assert mine.last_waited == kept
+            assert now == spans
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_engines_that_call_blocks_and_not_the_root_get_what_they_ask_for(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, backend = make_toy(5), TellingBackend()
+    with dlo.offload(model, device=backend, time_every=every, **SHORT):
+        seen = recorded(backend, monkeypatch)
+        with torch.inference_mode():
+            for block in (*model.blocks, *model.blocks):
+                block(inputs())
+        assert any(seen) is bool(every)
+
+
+def test_a_walk_between_passes_leaves_the_times() -> None:
+    def body(rank: int) -> None:
+        model = make_toy(5)
+        offloaded = start(model)
+        run(model, (), ())
+        offloaded.backend.synchronize()
+        before, spans = offloaded.stats().blocks, trace.spans(offloaded)
+        offloaded.state_dict()
+        offloaded.backend.synchronize()
+        assert offloaded.stats().blocks == before
+        assert trace.spans(offloaded) == spans
+        offloaded.disable()
+
+    run_ranks(body, 2)
+
+
 def test_without_times_the_counters_go_on_and_the_milliseconds_are_zero() -> None:
     model = make_toy(5)
     with start(model, time_every=0) as offloaded:

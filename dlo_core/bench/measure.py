@@ -134,7 +134,7 @@ def measure_streamed(member: Member, job: BenchJob) -> StreamedRank:
         model,
         device=backend,
         group=dist.group.WORLD if member.size > 1 else None,
-        **job.settings,
+        **_with_times(job),
     )
     backend.synchronize()
     enable_s = time.perf_counter() - start
@@ -168,6 +168,12 @@ def measure_streamed(member: Member, job: BenchJob) -> StreamedRank:
     member.barrier()
     offloaded.shutdown()
     return made
+
+
+def _with_times(job: BenchJob) -> dict[str, Any]:
+    """Return the settings, by default such that a pass of every length keeps its times."""
+    every = min(dlo.OffloadConfig().time_every, job.num_warm + job.num_passes)
+    return {"time_every": every} | job.settings
 
 
 def _ring_nbytes(footprint: Footprint) -> int:
