@@ -605,7 +605,7 @@ class LayerwiseOffload:
         )
 
     def stats(self) -> Stats:
-        """Return what is held, moved and waited for; reads the last pass's timing events.
+        """Return what is held, moved and waited for; milliseconds of the last pass with times.
 
         Raises:
             UseError: Nothing is enabled.

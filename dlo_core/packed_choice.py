@@ -2,10 +2,10 @@
 
 [Note: raw or packed]
 The weights are loaded raw. After some passes one block is packed for trial, which gives the ratio
-and the time of decoding; the events of the last pass give the rest. When packing wins (see
-[Note: three forms] in ``packed_figures.py``), all shards are packed in the memory in which they
-lie, between two passes; when the passes change and it loses, they are decoded there again. Both
-take about as long as copying all weights to the device and back.
+and the time of decoding; the events of the last pass with times give the rest. When packing wins
+(see [Note: three forms] in ``packed_figures.py``), all shards are packed in the memory in which
+they lie, between two passes; when the passes change and it loses, they are decoded there again.
+Both take about as long as copying all weights to the device and back.
 
 Ranks that gather decide together, before passes of the same numbers, by the figures of the slowest;
 a look costs them an exchange and an idle device, so there are a few.
@@ -154,7 +154,7 @@ class PackedChoice:
             self._change(form, figures)
 
     def figures(self, streamer: Streamer) -> Figures | None:
-        """Return what the last pass took; None where the device has not come to its end."""
+        """Return what the last pass with times took; None where the device is still at it."""
         engine, trial = self._engine, self._trial
         assert trial is not None
         ratio, decode_ms_per_byte = trial

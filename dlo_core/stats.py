@@ -69,7 +69,7 @@ class Stats:
         gathered_bytes: Bytes that gathers wrote so far.
         exposed_ms: Milliseconds that the compute stream waited for ``filled`` in that pass.
         transfer_ms: Milliseconds that the copies and gathers of these blocks took.
-        overlap: 1 - exposed / transfer, not below 0; None before the first pass.
+        overlap: 1 - exposed / transfer, not below 0; None before the first such pass.
         blocks: One a block, in registration order.
         shared_bytes: Of ``host_bytes``, what is in memory that the node's ranks have in common.
         pageable_bytes: Of ``host_bytes``, what is this rank's own and not locked.

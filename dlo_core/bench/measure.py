@@ -42,7 +42,8 @@ class Run:
         finite: Whether every number of the output is one.
         allocated_nbytes: Device bytes in tensors, after the passes.
         reserved_nbytes: Device bytes that the allocator holds, after the passes.
-        exposed_ms: Milliseconds that computation waited for weights in the last pass; streamed.
+        exposed_ms: Milliseconds that computation waited for weights in the last pass of them that
+            kept times; streamed.
         block_ms: Milliseconds that each block computes; resident.
     """
 

@@ -79,8 +79,8 @@ class Report:
             ("copied to the device", NONE, "copied_nbytes", KILOBYTES),
             ("gathered between ranks", NONE, "gathered_nbytes", KILOBYTES),
             ("time of a pass", self._resident_pass(), "pass_ms", MILLISECONDS),
-            ("exposed, last pass", NONE, "exposed_ms", MILLISECONDS),
-            ("overlap, last pass", NONE, "overlap", PERCENT),
+            ("exposed, last timed pass", NONE, "exposed_ms", MILLISECONDS),
+            ("overlap, last timed pass", NONE, "overlap", PERCENT),
         ):
             table.add_row(label, resident, *self._cells(name, unit))
         table.add_section()

@@ -58,10 +58,10 @@ class StreamedRun:
         fills: Fills made.
         copied_nbytes: Bytes copied from host to device.
         gathered_nbytes: Bytes that came out of gathers.
-        exposed_ms: Time that compute waited for weights in the last pass.
-        overlap: Share of copy and gather time that compute hid in the last pass; None
+        exposed_ms: Time that compute waited for weights in the last timed pass.
+        overlap: Share of copy and gather time that compute hid in that pass; None
             when nothing was copied.
-        spans: The lanes of the last pass.
+        spans: The lanes of that pass.
     """
 
     mode: str
