@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONTENDERS",
+    "TIME_EVERY",
     "NotInstalled",
     "Setting",
     "host_used_gb",
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 _GB = 1e9
+TIME_EVERY = 5
+"""Of so many of dlo's passes one keeps times: one of each length, and few of those measured."""
 
 
 class Setting:
@@ -91,7 +94,8 @@ def attach_dlo(**settings: Any) -> Attach:
     def attach(model: nn.Module, setting: Setting) -> Any:
         import dlo_core as dlo
 
-        offloaded = dlo.offload(model, device=str(setting.device), **settings)
+        timed = {"time_every": TIME_EVERY, **settings}
+        offloaded = dlo.offload(model, device=str(setting.device), **timed)
 
         def facts() -> dict[str, Any]:
             stats = offloaded.stats()
@@ -123,7 +127,8 @@ def attach_dlo_registered(model: nn.Module, setting: Setting) -> Any:
     with torch.device("meta"):
         bare = SyntheticTransformer(setting.shape).to(getattr(torch, setting.shape.dtype))
     setting.restart()
-    offloaded = dlo.offload(bare.eval(), device=str(setting.device), checkpoint=path, host="mapped")
+    settings: dict[str, Any] = {"host": "mapped", "time_every": TIME_EVERY}
+    offloaded = dlo.offload(bare.eval(), device=str(setting.device), checkpoint=path, **settings)
 
     def facts() -> dict[str, Any]:
         stats = offloaded.stats()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from checks import Skip
-from contenders import omni_pipe
+from contenders import TIME_EVERY, omni_pipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,9 +118,8 @@ def _attach_dlo(
         from peer_copies import PeerBackend
 
         backend = PeerBackend(backend.device, _new_group(member))
-    offloaded = dlo.offload(
-        model, device=backend, group=dist.group.WORLD, timeout_s=_TIMEOUT_S, **settings
-    )
+    settings = {"timeout_s": _TIMEOUT_S, "time_every": TIME_EVERY, **settings}
+    offloaded = dlo.offload(model, device=backend, group=dist.group.WORLD, **settings)
 
     def facts() -> dict[str, Any]:
         stats = offloaded.stats()

@@ -79,6 +79,7 @@ class Streamer:
         self._pool = pool
         self._rank = rank
         self._time_every = time_every
+        self._next_timed = 0
         # Of a pass that nobody begins, too.
         self._timed = time_every > 0
         self._before_pass = before_pass
@@ -153,8 +154,11 @@ class Streamer:
         every, done = self._time_every, self.tape.num_passes
         if self._captures or not every:
             return False
-        timed = done < _FIRST_TIMED or done % every == 0 or self.residents.unseen
+        # Not those of round numbers: replays, walks and idle passes count, too.
+        timed = done < _FIRST_TIMED or done >= self._next_timed or self.residents.unseen
         self.residents.unseen = False
+        if timed:
+            self._next_timed = done + every
         return timed
 
     @aside

@@ -140,7 +140,9 @@ def changes(rank: int, told: Told, settings: dict[str, Any]) -> None:
     resident = twin(model)
     gc.collect()
     held = CpuBackend().memory().allocated
-    given = {"group": group, "packed": "auto", "resident_scope": "stage", **SHORT, **settings}
+    # Here it looks after every pass, so each must have times.
+    given = {"group": group, "packed": "auto", "time_every": 1, **SHORT, **settings}
+    given["resident_scope"] = "stage"
     offloaded = dlo.offload(model, device="cpu", **given)
     assert cuts_a_tensor(offloaded)
     promised = offloaded.footprint

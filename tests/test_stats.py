@@ -424,8 +424,9 @@ def recorded(backend: TellingBackend, monkeypatch: pytest.MonkeyPatch) -> list[b
     ("every", "timed"),
     [
         (1, [True] * 9),
-        (4, [True] * 3 + [False, True, False, False, False, True]),
-        (8, [True] * 3 + [False] * 5 + [True]),
+        (2, [True] * 3 + [False, True, False, True, False, True]),
+        (4, [True] * 3 + [False, False, False, True, False, False]),
+        (8, [True] * 3 + [False] * 6),
         (0, [False] * 9),
     ],
 )
@@ -453,10 +454,10 @@ def test_some_passes_keep_times_and_the_others_record_no_event_that_does(
 def test_times_stay_those_of_the_last_pass_that_kept_them() -> None:
     model = make_toy(5)
     with start(model, time_every=4) as offloaded:
-        run(model, *[()] * 5)
+        run(model, *[()] * 3)
         before, spans = offloaded.stats(), trace.spans(offloaded)
         assert {span.lane for span in spans} == {"wait", "copy", "compute"}
-        # Passes 6 and 7 keep none, though they run other blocks.
+        # The next passes keep none, though they run other blocks.
         run(model, (1,), (2, 3))
         after = offloaded.stats()
         assert trace.spans(offloaded) == spans
@@ -510,8 +511,8 @@ def test_a_pass_in_the_middle_of_another_ones_leaves_that_its_kind(keeps: bool) 
         assert offloaded.engine is not None
         mine = offloaded.engine.streamers[0]
         # One of the next passes keeps times and the other one none.
-        run(host, *[()] * (4 if keeps else 5))
-        run(guest, *[()] * (5 if keeps else 4))
+        run(host, *[()] * (6 if keeps else 5))
+        run(guest, *[()] * (5 if keeps else 6))
         kept, spans = mine.last_waited, list(trace._spans(offloaded.engine, mine))
         host.guests.append(guest)
         # Two of the host's blocks run before the guest, and two after it.
