@@ -127,7 +127,6 @@ def calls_of_rank(rank: int, path: str, timed: bool) -> dict[str, Any]:
 
 
 @needs_stub
-@pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("timed", [False, True])
 def test_a_pass_asks_the_runtime_for_no_more_than_it_needs(
