@@ -63,8 +63,8 @@ class OffloadConfig:
             when the first passes show that it is faster, the resident blocks, too, if that is.
         verify_packed: Whether packed weights are decoded once and compared while loading.
         time_every: Of so many passes one keeps the times of its blocks for ``stats()`` and traces;
-            the first three do, too, and those that load resident blocks. 1: every pass does, which
-            costs the device some 20 µs a block; 0: none. Ranks may differ.
+            the first three do, too, and those that load resident blocks. 1: every pass does, at
+            the price of up to five more events a block; 0: none. Ranks may differ.
         load_threads: Threads that read a checkpoint at once; None: one a CPU that this process may
             use, at most 16. Ranks may differ.
         direct_io: Read checkpoints past the page cache (``O_DIRECT``). Ranks may differ.

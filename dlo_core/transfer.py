@@ -38,9 +38,9 @@ together: as the block's alone, one could be recorded again for another slot whi
 to wait for it here.
 
 [Note: times of some passes]
-An event that keeps the time takes twice as long as one that does not, and before it goes on the
-device ends what it does: with the five of a block it stood still for 18 us more (H200), one per
-cent of a block of 2.2 ms. So most passes keep no times, see ``OffloadConfig.time_every``: they
+An event that keeps the time takes the host twice as long as one that does not, and in a trace of an
+H200 the gaps between kernels were 18 us a block longer with the five that a block then has.
+So most passes keep no times, see ``OffloadConfig.time_every``: they
 record *filled* and *drained* alone, over events of their own, and the times stay those of the last
 pass that kept them. What a fill or a call begins with is what it ends with, whenever it is queued.
 
