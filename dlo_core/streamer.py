@@ -150,7 +150,7 @@ class Streamer:
         self._transfer.mark(self.pass_start)
 
     def _is_timed(self) -> bool:
-        """Return whether this pass keeps times; see [Note: times of some passes]."""
+        """Return whether this pass keeps times: [Note: times of some passes], ``transfer.py``."""
         every, done = self._time_every, self.tape.num_passes
         if self._captures or not every:
             return False

@@ -40,9 +40,9 @@ to wait for it here.
 [Note: times of some passes]
 An event that keeps the time takes the host twice as long as one that does not, and in a trace of an
 H200 the gaps between kernels were 18 us a block longer with the five that a block then has.
-So most passes keep no times, see ``OffloadConfig.time_every``: they
-record *filled* and *drained* alone, over events of their own, and the times stay those of the last
-pass that kept them. What a fill or a call begins with is what it ends with, whenever it is queued.
+So most passes keep no times, see ``OffloadConfig.time_every``: they record *filled* and *drained*
+alone, over events of their own, and the times stay those of the last pass that kept them. What a
+fill or a call begins with is what it ends with, whenever it is queued.
 
 A fill is up to three steps: copy, gather, unpack. Unpack and home are objects, so that what travels
 and what computes can differ.
