@@ -216,7 +216,7 @@ class DeviceCollective(Collective):
 
     def abort(self, error: BaseException) -> None:
         """Give up gathers under way; their streams go on with whatever bytes there are."""
-        abort_group(self._group)
+        abort_group(self._group, failed=True)
 
     def close(self) -> None:
         """Give up gathers under way, and the group with them; then nothing touches their memory."""

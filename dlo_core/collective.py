@@ -1,9 +1,17 @@
-"""The all-gather under the name that the installed torch has for it."""
+"""The all-gather under the name that the installed torch has for it, and the ends of groups.
+
+[Note: the last reference]
+Whoever drops the last reference to an accelerator's group holds the interpreter, and the group's
+destructor waits for the group's own watchdog. Where a gather failed, that thread prints where the
+gather was called, for which it needs the interpreter: the process would hang. So a group of which
+a gather failed is kept until the process ends, when nothing of it is destructed either.
+"""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -73,14 +81,29 @@ def release_group(group: ProcessGroup | None) -> None:
         dist.destroy_process_group(group)
 
 
-def abort_group(group: ProcessGroup | None) -> None:
+def abort_group(group: ProcessGroup | None, *, failed: bool = False) -> None:
     """Give up what a group of ours still does, then forget it; never waits for a peer.
 
     Destroying a group of an accelerator's comm library waits for the other ranks to do so, too.
+
+    Args:
+        group: The group; None, or one that is gone already, is none of ours any more.
+        failed: Whether one of its gathers failed; see [Note: the last reference].
     """
     if group is not None and _is_known(group):
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
         abort(group)
+        if failed or _has_failed(group):
+            _kept.append(group)
+
+
+def _has_failed(group: ProcessGroup) -> bool:
+    """Return whether the comm library tells of an error; not all do."""
+    told: list[object] = []
+    for device in group._device_types:
+        with suppress(RuntimeError, AttributeError):
+            told.append(group._get_backend(device).get_error().name)
+    return any(name != "SUCCESS" for name in told)
 
 
 def abandon(group: ProcessGroup, work: Any) -> None:
@@ -94,14 +117,16 @@ def abandon(group: ProcessGroup, work: Any) -> None:
 
 
 _abandoned: list[tuple[ProcessGroup, Any]] = []
+# See [Note: the last reference].
+_kept: list[ProcessGroup] = []
 
 
 @atexit.register
 def _leave_abandoned() -> None:
     """Never drop the last reference: the end of the process must not wait either."""
-    for group, work in _abandoned:
-        if not work.is_completed():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    busy = [group for group, work in _abandoned if not work.is_completed()]
+    for group in (*busy, *_kept):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _is_known(group: ProcessGroup) -> bool:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dlo_core.collective import release_group
 from dlo_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch.distributed import ProcessGroup
 
     from dlo_core.agreement import Agreement
     from dlo_core.config import OffloadConfig
     from dlo_core.interface import Backend, Collective
 
-__all__ = ["check_means", "check_one_node", "make_collective"]
+__all__ = ["check_means", "check_one_node", "make_collective", "make_group"]
 
 # Of a comm library, beyond the watch's own deadline.
 _SPARE_S = 60.0
@@ -66,9 +70,30 @@ def make_collective(config: OffloadConfig, backend: Backend, agreement: Agreemen
         limit_s = 2 * limit_s + _SPARE_S
     copies = config.gather_by == "copies"
     options = backend.copies_options(limit_s) if copies else None
-    made = agreement.new_group(backend.comm_library, limit_s, options)
+    made = make_group(backend, lambda: agreement.new_group(backend.comm_library, limit_s, options))
     try:
         return backend.copies_collective(made) if copies else backend.collective(made)
     except BaseException:
         release_group(made)
         raise
+
+
+def make_group(backend: Backend, make: Callable[[], ProcessGroup]) -> ProcessGroup:
+    """Return what ``make`` returns, under the environment that the backend's groups need."""
+    with _saying(backend.group_environment()):
+        return make()
+
+
+@contextmanager
+def _saying(values: Mapping[str, str]) -> Iterator[None]:
+    """Have the environment say ``values``, and afterwards what it said before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -389,6 +389,15 @@ class Backend(ABC):
         """
         return None
 
+    def group_environment(self) -> Mapping[str, str]:
+        """Return what the environment must say while a group for gathers is made.
+
+        For comm libraries whose binding ends the process, or writes at length, where a gather
+        fails: the offload's watch closes it instead. Nothing by default. Others' groups keep what
+        the environment says outside.
+        """
+        return {}
+
     @abstractmethod
     def collective(self, group: ProcessGroup) -> Collective:
         """Return the all-gather over ``group``, which becomes the collective's own."""

@@ -17,7 +17,7 @@ from dlo_cuda.availability import check_built
 from dlo_cuda.copies import CopyCollective, copies_options, copies_refusal
 from dlo_cuda.cudart import load_runtime
 from dlo_cuda.pinned import SlabAllocator
-from dlo_cuda.settings import describe
+from dlo_cuda.settings import OWN_GROUPS, describe
 from dlo_cuda.streams import Streams
 
 if TYPE_CHECKING:
@@ -104,6 +104,10 @@ class CudaBackend(AcceleratorBackend):
             _logger.info("packed weights are decoded by torch's operations: %s", error)
             return None
         return TritonCodec()
+
+    def group_environment(self) -> Mapping[str, str]:
+        """Return what leaves failures to the watch: see ``settings.OWN_GROUPS``."""
+        return OWN_GROUPS
 
     def copies_refusal(self) -> str | None:
         """Return what this torch, NCCL or environment lacks."""

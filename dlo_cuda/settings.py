@@ -12,8 +12,11 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["describe"]
+__all__ = ["OWN_GROUPS", "describe"]
 
+OWN_GROUPS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""For groups of dlo's own. Otherwise torch's watchdog, which sees a peer go before anybody else,
+has the default group write a dump of all groups and ends the process."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _NCCL_MIB = "4"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dlo_core.errors import BackendError
+from dlo_core.gathering import make_group
 from dlo_core.rendezvous import new_group_of
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ def _member(backend: Backend, members: tuple[int, ...], group: Any) -> Member:
 
     def new_collective() -> Collective:
         name = f"conformance-{next(numbers)}"
-        made = new_group_of(members, backend.comm_library, TIMEOUT_S, name)
+        made = make_group(
+            backend, lambda: new_group_of(members, backend.comm_library, TIMEOUT_S, name)
+        )
         return backend.collective(made)
 
     return Member(
