@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from checks import Findings, Options
 
-__all__ = ["auto", "steps"]
+__all__ = ["auto", "products", "steps"]
 
 _GB = 1e9
 _TOKENS = (1, 4096, 8192)
@@ -18,7 +18,17 @@ _CHOICES = (4096, 20480, 8192, 10240, 12288)
 
 def steps(options: Options, found: Findings) -> None:
     """Run 40 blocks of 340 MB raw and packed, with nearly no tokens, with 4k and with 8k."""
-    reports, _ = _measure(options, tokens=_lengths(options, _TOKENS))
+    _compare(options, found, products_only=False)
+
+
+def products(options: Options, found: Findings) -> None:
+    """The same with blocks that multiply by their matrices, and have no attention."""
+    _compare(options, found, products_only=True)
+
+
+def _compare(options: Options, found: Findings, *, products_only: bool) -> None:
+    tokens = _lengths(options, _TOKENS)
+    reports, _ = _measure(options, tokens=tokens, products_only=products_only)
     raw, packed = reports[False], reports[True]
     loose = 1e6 if options.small else 1.0
     raw_link_ms = raw.streamed[0].copied_nbytes / raw.streamed[0].link_gb_s / 1e6
@@ -89,6 +99,7 @@ def _measure(
     tokens: tuple[int, ...],
     num_warm: int = 2,
     resident: Any = None,
+    products_only: bool = False,
 ) -> tuple[dict[Any, Any], Any]:
     """Measure in processes of their own; return the reports and the resident runs."""
     from dlo_core.bench.job import BenchJob
@@ -97,7 +108,8 @@ def _measure(
     from dlo_core.bench.model import Shape
     from dlo_core.bench.report import BenchReport
 
-    shape = Shape(64, 4, 4) if options.small else Shape(3072, 24, 40)
+    sizes = (64, 4, 4) if options.small else (3072, 24, 40)
+    shape = Shape(*sizes, products_only=products_only)
     run = partial(run_ranks, device=options.device, limit_s=options.limit_s)
     reports: dict[Any, Any] = {}
     for packed in forms:

@@ -26,6 +26,7 @@ import check_memory
 import check_order
 import check_start
 import check_steps
+import check_turns
 from checkout import use_checkout
 from checks import Findings, Options, Skip
 from child import answer, end_with_parent, keep, machine, run_child
@@ -50,6 +51,7 @@ SECTIONS: Sections = {
     "sync": (check_order.sync, 60),
     "host": (check_host.host, 90),
     "residents": (check_steps.residents, 240),
+    "turns": (check_turns.turns, 240),
     "stages": (check_memory.stages, 60),
     "nccl": (check_order.nccl, 120),
     "compiled": (check_order.compiled, 120),

@@ -20,6 +20,7 @@ SECTIONS: Sections = {
     "bits": (check_packed_codec.bits, 90),
     "rates": (check_packed_codec.rates, 90),
     "steps": (check_packed_steps.steps, 240),
+    "products": (check_packed_steps.products, 240),
     "auto": (check_packed_steps.auto, 240),
     "damage": (check_packed_codec.damage, 60),
 }

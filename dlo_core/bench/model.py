@@ -34,6 +34,8 @@ class Shape:
         num_blocks: Whole blocks, of ``18 * width ** 2`` weights each.
         num_half_blocks: Blocks of half the size that follow each whole one.
         dtype: Name of the weights' dtype.
+        products_only: Whether a block multiplies by all its matrices and does nearly nothing else,
+            no attention in particular.
     """
 
     width: int
@@ -41,6 +43,7 @@ class Shape:
     num_blocks: int
     num_half_blocks: int = 0
     dtype: str = "bfloat16"
+    products_only: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a shape that cannot be built.
@@ -102,6 +105,19 @@ class Block(nn.Module):
         return F.scaled_dot_product_attention(q, k, v)
 
 
+class Products(Block):
+    """The matrices of a block, and nearly nothing else."""
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """Return the tokens ``[n, tokens, width]`` one block further."""
+        shift, *others = self.modulation(condition).unsqueeze(1).chunk(self.num_chunks, -1)
+        width = (x.shape[-1],)
+        q, k, v = self.qkv(F.layer_norm(x, width) + shift).chunk(3, -1)
+        x = x + self.out(q + k + v)
+        out: Tensor = x + self.down(self.up(F.layer_norm(x, width) + sum(others)))
+        return out
+
+
 class SyntheticTransformer(nn.Module):
     """Blocks between an embedding and a projection."""
 
@@ -116,7 +132,8 @@ class SyntheticTransformer(nn.Module):
         self.embed = nn.Linear(_CHANNELS, shape.width)
         self.time = nn.Linear(_TIME, shape.width)
         halves = ([False] + [True] * shape.num_half_blocks) * shape.num_blocks
-        self.blocks = nn.ModuleList(self.block_class(shape, half=half) for half in halves)
+        kind = Products if shape.products_only else self.block_class
+        self.blocks = nn.ModuleList(kind(shape, half=half) for half in halves)
         self.project = nn.Linear(shape.width, _CHANNELS)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
