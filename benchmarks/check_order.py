@@ -60,7 +60,7 @@ def sync(options: Options, found: Findings) -> None:
     model = build(shape)
     args = inputs(shape, 256, options.device)
     with torch.inference_mode():
-        offloaded = dlo.offload(model, device=options.device)
+        offloaded = dlo.offload(model, device=options.device, packed=False)
         for _ in range(3):
             model(*args)
         torch.cuda.synchronize()
@@ -166,7 +166,7 @@ def graph(options: Options, found: Findings) -> None:
         return round(statistics.median(steps), 1), round(statistics.median(issued), 1)
 
     with torch.inference_mode():
-        offloaded = dlo.offload(model, device=options.device)
+        offloaded = dlo.offload(model, device=options.device, packed=False)
         captured = offloaded.capture(model, *args)
         wrong = 0
         for number in range(30):

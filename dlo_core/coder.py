@@ -5,6 +5,7 @@ It is for loading and for values that change, never for the hot path: it waits f
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,10 +53,14 @@ class Coder:
             verify: Whether everything that is packed is decoded again and compared.
         """
         self._backend = backend
-        self._codec = codec_of(backend)
         self._verify = verify
         self._scratch: dict[str, torch.Tensor] = {}
         self._host: HostBuffer | None = None
+
+    @cached_property
+    def _codec(self) -> Codec:
+        # Late: it may take a second to load, and a choice may never want it.
+        return codec_of(self._backend)
 
     def measure(self, run: torch.Tensor, tensors: Sequence[tuple[int, int]]) -> int:
         """Return the bytes that a host run of whole chunks takes when it is packed."""
