@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,10 +11,11 @@ if TYPE_CHECKING:
 
     from dlo_core.bench.launch import Member
 
-__all__ = ["device_activity", "summary"]
+__all__ = ["device_activity", "lane", "summary"]
 
 _PASSES = 2
 _LONGEST = 12
+_LONG_US = 6.0
 # By what the profiler calls it; the first that fits counts.
 _KINDS = (
     ("comm kernels", ("nccl",)),
@@ -45,7 +47,43 @@ def device_activity(member: Member, call: Callable[[], object]) -> dict[str, Any
         for each in profiler.key_averages()
         if not str(each.device_type).endswith("CPU")
     ]
-    return summary(events, _PASSES)
+    return summary(events, _PASSES) | {"lane": lane(_work(profiler), _PASSES)}
+
+
+def _work(profiler: Any) -> list[tuple[int, str, float, float]]:
+    """Return stream, name, and the microseconds at which it began and ended, of all work."""
+    return [
+        (each.device_resource_id(), each.name(), each.start_ns() / 1e3, each.end_ns() / 1e3)
+        for each in profiler.profiler.kineto_results.events()
+        if not str(each.device_type()).endswith("CPU")
+    ]
+
+
+def lane(work: Iterable[tuple[int, str, float, float]], passes: int) -> dict[str, float]:
+    """Return what the busiest stream of computation did in a pass, in milliseconds.
+
+    Args:
+        work: Stream, name, beginning and end in microseconds.
+        passes: How many there were.
+
+    Returns:
+        ``kernels_ms`` of its kernels, ``gaps_ms`` between them, ``long_gaps_ms`` of those of more
+        than 6 us, and their number.
+    """
+    streams: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for stream, name, start, end in work:
+        if _kind_of(name) == "other kernels":
+            streams[stream].append((start, end))
+    if not streams:
+        return {}
+    busiest = sorted(max(streams.values(), key=lambda rows: sum(b - a for a, b in rows)))
+    gaps = [max(0.0, after[0] - row[1]) for row, after in pairwise(busiest)]
+    return {
+        "kernels": len(busiest) / passes,
+        "kernels_ms": round(sum(b - a for a, b in busiest) / passes / 1e3, 3),
+        "gaps_ms": round(sum(gaps) / passes / 1e3, 3),
+        "long_gaps_ms": round(sum(gap for gap in gaps if gap > _LONG_US) / passes / 1e3, 3),
+    }
 
 
 def summary(events: Iterable[tuple[str, int, float]], passes: int) -> dict[str, Any]:

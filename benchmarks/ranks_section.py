@@ -56,7 +56,9 @@ class Section:
 SECTIONS: dict[str, Section] = {
     "links": Section(60, kind="links"),
     "modes": Section(150, ("gather", "gather_copies", "local_shared", "local"), num_lengths=3),
-    "activity": Section(60, ("gather", "gather_copies"), num_lengths=1, activity=True),
+    "activity": Section(
+        60, ("gather", "gather_copies"), num_lengths=1, reference="activity", activity=True
+    ),
     "fsdp": Section(100, ("fsdp2_cpu_offload",), num_lengths=3, environment=_PINNING),
     "sp": Section(90, ("gather", "gather_copies", "local_shared"), reference="sp", parallel="sp"),
     "unequal": Section(80, ("gather", "local_shared"), reference="unequal", unequal=True),

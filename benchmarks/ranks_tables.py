@@ -124,12 +124,22 @@ def _activity(results: dict[str, Any]) -> str:
     lines = [
         f"- {name}, {tokens} tokens, a pass on rank 0: "
         + ", ".join(f"{kind} {count:g} in {ms:.2f} ms" for kind, (count, ms) in kinds.items())
+        + _lane(run["activity"].get("lane", {}))
         for found in results["sections"].values()
         for name, ranks in found.get("contenders", {}).items()
         for tokens, run in ranks.get("0", {}).get("runs", {}).items()
         if (kinds := run.get("activity", {}).get("kinds"))
     ]
     return "\n".join(lines)
+
+
+def _lane(lane: dict[str, float]) -> str:
+    if not lane:
+        return ""
+    return (
+        f"; the computing stream: {lane['kernels']:g} kernels in {lane['kernels_ms']:.2f} ms, "
+        f"gaps {lane['gaps_ms']:.2f} ms, of which longer than 6 us {lane['long_gaps_ms']:.2f}"
+    )
 
 
 def _remarks(results: dict[str, Any], rows: Sequence[Row]) -> str:

@@ -106,6 +106,7 @@ def test_a_backend_without_a_codec_of_its_own_stays_raw(monkeypatch: pytest.Monk
     spared({})
 
 
+@pytest.mark.filterwarnings("ignore:.*mapped tier is used:dlo_core.errors.DloWarning")
 @pytest.mark.parametrize("host", ["mapped", None])
 def test_no_kind_of_host_memory_is_lost(
     host: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -350,6 +350,19 @@ def test_what_a_device_did_is_told_by_kind_and_by_pass(scripts: Any) -> None:
     assert "- gather, 100 tokens, a pass on rank 0: comm kernels 40 in 15.00 ms" in text
 
 
+def test_the_busiest_lane_is_told_by_its_kernels_and_gaps(scripts: Any) -> None:
+    compute = [(7, "matmul", at, at + 40.0) for at in (0.0, 42.0, 100.0, 138.0)]
+    beside = [
+        (13, "ncclDevKernel_AllGather", 0.0, 500.0),
+        (14, "Memcpy HtoD (Pinned -> Device)", 0.0, 500.0),
+        (15, "compare", 0.0, 3.0),
+    ]
+    told = scripts("ranks_activity").lane([*beside, *compute], 2)
+    # Between the second and the third there are 18 us; the last one overlaps.
+    assert told == {"kernels": 2, "kernels_ms": 0.08, "gaps_ms": 0.01, "long_gaps_ms": 0.009}
+    assert scripts("ranks_activity").lane([], 2) == {}
+
+
 # --- the script -----------------------------------------------------------------------------------
 
 
