@@ -166,7 +166,7 @@ def graph(options: Options, found: Findings) -> None:
         return round(statistics.median(steps), 1), round(statistics.median(issued), 1)
 
     with torch.inference_mode():
-        offloaded = dlo.offload(model, device=options.device, packed=False)
+        offloaded = dlo.offload(model, device=options.device)
         captured = offloaded.capture(model, *args)
         wrong = 0
         for number in range(30):
