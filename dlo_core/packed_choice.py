@@ -42,7 +42,7 @@ _logger = logging.getLogger("dlo")
 # Passes before the first look: in the first ones kernels are chosen and compiled.
 _WARM = 3
 # The same where nobody asked; see [Note: by default] in packed_default.py.
-_WARM_DEFAULT = 16
+_WARM_DEFAULT = 50
 _EVERY = 8
 # Ranks that gather look at pass 3, 12, 48 and so on.
 _TIMES = 4
