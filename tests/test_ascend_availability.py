@@ -125,6 +125,7 @@ def test_without_torch_npu_the_reason_names_the_release_to_install(
 NO_CANN = "raise ImportError('libhccl.so: cannot open shared object file')"
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a torch for CUDA is refused before")
 def test_torch_npu_without_cann_is_a_reason_in_dlo_info(tmp_path: Path) -> None:
     install_fake(tmp_path, torch.__version__.partition("+")[0], NO_CANN)
     done = python(

@@ -59,6 +59,27 @@ def test_the_same_seed_gives_the_same_bits_and_no_two_blocks_are_equal() -> None
     assert torch.isfinite(first(*inputs(SHAPE, 5, "cpu"))).all()
 
 
+def test_blocks_of_products_alone_multiply_by_all_their_matrices() -> None:
+    shape = Shape(width=16, num_heads=2, num_blocks=2, products_only=True)
+    model, args = build(shape), inputs(shape, 5, "cpu")
+    before = model(*args)
+    assert torch.isfinite(before).all()
+    for name, parameter in model.blocks[1].named_parameters():
+        if name.endswith("weight") and not name.startswith("norm"):
+            kept = parameter.clone()
+            parameter.neg_()
+            assert not torch.equal(model(*args), before), name
+            parameter.copy_(kept)
+    assert torch.equal(model(*args), before)
+
+
+def test_another_default_device_changes_nothing() -> None:
+    wanted = build(SHAPE)(*inputs(SHAPE, 5, "cpu"))
+    with torch.device("meta"):
+        made, args = build(SHAPE), inputs(SHAPE, 5, "cpu")
+    assert torch.equal(made(*args), wanted)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -211,6 +211,7 @@ def test_a_pass_is_captured_and_replayed_beside_passes(cuda: Backend) -> None:
     offloaded.disable()
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_a_forward_in_a_graph_of_the_users_own_is_refused(cuda: Backend) -> None:
     """B25. It would wait for events from outside of the graph, and leave a stream unjoined."""
     model = Deep(4)
@@ -256,6 +257,8 @@ def test_a_pass_that_waits_for_the_device_is_not_captured_and_goes_on(cuda: Back
 
 
 @pytest.mark.timeout(150)
+# torch's own, of what its compiler imports.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_a_compiled_model_is_captured(cuda: Backend) -> None:
     """B25. The graph holds what the compiler made of the blocks, and dlo's copies."""
     resident, model = resident_on(Deep(4), cuda), Deep(4)
@@ -271,6 +274,7 @@ def test_a_compiled_model_is_captured(cuda: Backend) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_events_and_pinned_copies_are_what_they_say(cuda: Backend) -> None:
     """B42, https://github.com/vllm-project/vllm-omni/pull/1492: events that were no-ops, and hangs.
 

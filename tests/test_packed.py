@@ -83,18 +83,19 @@ def test_every_pattern_of_bits_comes_back(name: str) -> None:
     assert row.numel() <= padded(data.numel()) + 8192, "nothing grows by more than its index"
 
 
-@bounded
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(("weights", "patterns", "powers", "sprinkled", "same")),
-            st.integers(1, 5000),
-            st.integers(0, 1000),
-        ),
-        max_size=4,
-    )
+# Kind, number of values and seed of each part.
+MIXTURES = st.lists(
+    st.tuples(
+        st.sampled_from(("weights", "patterns", "powers", "sprinkled", "same")),
+        st.integers(1, 5000),
+        st.integers(0, 1000),
+    ),
+    max_size=4,
 )
-def test_any_mixture_comes_back(parts: list[tuple[str, int, int]]) -> None:
+
+
+def mixture(parts: list[tuple[str, int, int]]) -> torch.Tensor:
+    """Return the bytes of these parts, one behind the other."""
     makers: dict[str, Callable[[int, int], torch.Tensor]] = {
         "weights": weights,
         "patterns": patterns,
@@ -103,7 +104,13 @@ def test_any_mixture_comes_back(parts: list[tuple[str, int, int]]) -> None:
         "same": lambda count, seed: patterns(1, seed).repeat(count),
     }
     made = [raw(makers[kind](count, seed)) for kind, count, seed in parts]
-    data = torch.cat([torch.zeros(0, dtype=torch.uint8), *made])
+    return torch.cat([torch.zeros(0, dtype=torch.uint8), *made])
+
+
+@bounded
+@given(MIXTURES)
+def test_any_mixture_comes_back(parts: list[tuple[str, int, int]]) -> None:
+    data = mixture(parts)
     assert torch.equal(unpack(pack(data)), data)
 
 

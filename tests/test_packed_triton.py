@@ -9,7 +9,9 @@ import os
 
 import pytest
 import torch
-from test_packed import HARD, raw, sprinkled
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_packed import HARD, MIXTURES, mixture, raw, sprinkled
 
 from dlo_core.packed import measure, pack, padded, write_segment
 from dlo_core.packed_format import CHUNK_NBYTES
@@ -32,9 +34,9 @@ def device() -> str:
     return "cpu" if _INTERPRETED else "cuda"
 
 
-@pytest.mark.parametrize("name", HARD)
-def test_it_writes_the_bytes_of_the_reference_and_reads_them(name: str) -> None:
-    data, codec = raw(HARD[name]), TritonCodec()
+def compare(data: torch.Tensor) -> None:
+    """Pack and decode on the device; the bytes and the bits are those of the reference."""
+    codec = TritonCodec()
     run = torch.zeros(padded(len(data)), dtype=torch.uint8, device=device())
     run[: len(data)] = data.to(device())
     whole = [(0, len(data))] if len(data) else []
@@ -51,6 +53,18 @@ def test_it_writes_the_bytes_of_the_reference_and_reads_them(name: str) -> None:
         both = torch.full((2 * len(run),), 0xEE, dtype=torch.uint8, device=device())
         codec.decode(wide, both)
         assert torch.equal(both, torch.cat([run, run]))
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_it_writes_the_bytes_of_the_reference_and_reads_them(name: str) -> None:
+    compare(raw(HARD[name]))
+
+
+@settings(max_examples=2 if _INTERPRETED else 300, deadline=None, database=None)
+@given(MIXTURES, st.sampled_from((0, 0, 1)))
+def test_any_mixture_comes_back_bit_for_bit(parts: list[tuple[str, int, int]], odd: int) -> None:
+    data = mixture(parts)
+    compare(data[: len(data) - odd] if len(data) else data)
 
 
 @pytest.mark.parametrize("seed", range(6))

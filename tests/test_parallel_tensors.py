@@ -408,7 +408,8 @@ def test_blocks_of_fully_shard_stream_their_shards(shard: Any) -> None:
         assert weight.shape == (64, 64)
         for use in (weight.to_local, weight.full_tensor):
             with pytest.raises(dlo.UseError, match=r"'blocks\.2\.q\.weight' was used"):
-                use()
+                # Some torch gives the placeholder itself, which raises as soon as it is used.
+                use().clone()
         with pytest.raises(dlo.UseError, match=r"'blocks\.2\."):
             model.blocks[2].unshard()
 

@@ -158,7 +158,8 @@ def _build(shape: Shape, device: torch.device | str, seed: int) -> SyntheticTran
     parameters = list(model.parameters())
     largest = max(parameter.numel() for parameter in parameters)
     generator = torch.Generator("cpu").manual_seed(seed)
-    pool = torch.randn(largest + _STRIDE * len(parameters), generator=generator).mul_(_STD)
+    num = largest + _STRIDE * len(parameters)
+    pool = torch.randn(num, generator=generator, device="cpu").mul_(_STD)
     pool = pool.to(getattr(torch, shape.dtype)).to(device)
     for number, parameter in enumerate(parameters):
         start = number * _STRIDE
@@ -172,6 +173,7 @@ def inputs(
     """Return the arguments of a forward over so many tokens, equal bits on every device."""
     generator = torch.Generator("cpu").manual_seed(1_000_003 * seed + tokens)
     dtype = getattr(torch, shape.dtype)
-    x = torch.randn(1, tokens, _CHANNELS, generator=generator).to(dtype)
-    time = torch.randn(1, _TIME, generator=generator).to(dtype)
+    # Somebody may have set another default device.
+    x = torch.randn(1, tokens, _CHANNELS, generator=generator, device="cpu").to(dtype)
+    time = torch.randn(1, _TIME, generator=generator, device="cpu").to(dtype)
     return x.to(device), time.to(device)
