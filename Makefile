@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Named exactly, and installed first: see "deps" in tox.ini.
 TORCH := torch==2.13.0
-# The tox environment of the Python at hand: py311 for Python 3.11.
+# The tox environments of the Python at hand: py311, py311-rest and so on for Python 3.11.
 PY_ENV ?= $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
 # For example: make demo DEMO_ARGS="--ranks 4 --out pictures"
 DEMO_ARGS ?=
@@ -28,9 +28,10 @@ help:
 demo: $(VENV)/.dlo
 	$(BIN)/dlo demo $(DEMO_ARGS)
 
+# The longest first: the others fill the place that is free before the end.
 test: $(VENV)/.tox
 	$(BIN)/tox run-parallel --parallel 2 --parallel-live --parallel-no-spinner \
-		-e $(PY_ENV),core-only,types,lint,docs
+		-e $(PY_ENV)-rest,$(PY_ENV)-ranks,core-only,types,lint,docs
 
 test-all: test
 	$(BIN)/tox run-parallel --parallel 2 --parallel-live --parallel-no-spinner \

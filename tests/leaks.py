@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from poison import PoisonBackend
 
-__all__ = ["frozen_heap", "holdings", "nothing_left", "segments"]
+__all__ = ["holdings", "nothing_left", "segments"]
 
 _PATIENCE_S = 3.0
 
@@ -69,14 +69,3 @@ def nothing_left(backend: PoisonBackend) -> Iterator[None]:
 
 def _grown(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
     return {key: (before[key], after[key]) for key in before if after[key] > before[key]}
-
-
-@contextmanager
-def frozen_heap() -> Iterator[None]:
-    """Let the collections inside, of which there are many, look at newer objects only."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

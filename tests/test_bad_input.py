@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from leaks import frozen_heap, nothing_left
+from leaks import nothing_left
 from poison import PoisonBackend
 from ranks import run_ranks
 from safetensors.torch import save_file
@@ -25,7 +25,7 @@ from dlo_core._install import install_command
 from dlo_core.inventory import check_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 N = 3
@@ -366,12 +366,6 @@ def check(bad: Bad, folder: Path, backend: PoisonBackend, **call: Any) -> str:
 
 def assert_says(text: str, words: str) -> None:
     assert re.search(words, text, re.DOTALL), f"{words!r} is not in {text!r}"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_collections() -> Iterator[None]:
-    with frozen_heap():
-        yield
 
 
 @pytest.mark.parametrize("name", BAD)

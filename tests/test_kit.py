@@ -145,7 +145,7 @@ def test_forwards_on_several_compute_streams_have_no_race() -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 60))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 60))]
 )
 @pytest.mark.parametrize("stages", [2, 0])
 def test_no_random_schedule_changes_a_bit(seed: int, stages: int) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import Injected, called, failing_at
-from leaks import frozen_heap, nothing_left
+from leaks import nothing_left
 from pinning import PinningBackend
 from poison import PoisonBackend
 from ranks import run_ranks
@@ -43,7 +43,7 @@ from toys import (
 import dlo_core as dlo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 N = 4
 
@@ -72,12 +72,6 @@ def meta_toy() -> Toy:
     position = model.position
     model.to("meta").position = position
     return model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_collections() -> Iterator[None]:
-    with frozen_heap():
-        yield
 
 
 # --- enable is all or nothing ---------------------------------------------------------------------

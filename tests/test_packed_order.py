@@ -73,7 +73,6 @@ def test_packed_weights_have_no_race_and_no_host_sync(ranks: int, stages: int, m
 @pytest.mark.parametrize(
     ("ranks", "residents", "spared"),
     [
-        (1, 0, 0.0),
         (1, 3, 0.2),
         (2, 2, 0.0),
         *(
