@@ -204,9 +204,7 @@ def stages(options: Options, found: Findings) -> None:
     with torch.inference_mode():
         reference = build(shape, device)(*args)
     model = build(shape)
-    offloaded = dlo.offload(
-        model, device=options.device, resident_layers=3, resident_scope="stage", packed=False
-    )
+    offloaded = dlo.offload(model, device=options.device, resident_layers=3, resident_scope="stage")
     backend, lent = offloaded.backend, offloaded.footprint.residents_nbytes
     seen, freed, wrong = [], [], 0
     with torch.inference_mode():
@@ -247,7 +245,7 @@ def flat(options: Options, found: Findings) -> None:
     model = build(shape)
     passes = 20 if options.small else 200
     with torch.inference_mode():
-        offloaded = dlo.offload(model, device=options.device, packed=False)
+        offloaded = dlo.offload(model, device=options.device)
         seen, wrong = [], 0
         for number in range(passes):
             out = model(*args)

@@ -230,7 +230,7 @@ def _check(engine: Engine, backend: Backend) -> None:
     why = None
     if not backend.capabilities.graph_capture:
         why = f"the backend {backend.name!r} captures no graphs"
-    elif engine.choice is not None and not engine.choice.yields:
+    elif engine.choice is not None:
         why = "packed='auto' may change what is copied; use packed=True or False"
     elif engine.transfer.gathers:
         why = (
@@ -244,8 +244,6 @@ def _check(engine: Engine, backend: Backend) -> None:
         )
     if why is not None:
         raise ConfigError(f"the pass cannot be captured: {why}")
-    if engine.choice is not None:
-        engine.choice.stop("a pass was captured as it was")
 
 
 def _check_places(tape: Tape) -> None:

@@ -92,9 +92,12 @@ def abort_group(group: ProcessGroup | None, *, failed: bool = False) -> None:
     """
     if group is not None and _is_known(group):
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+        # Before, for the abort may raise, and after: the watchdog may have seen more meanwhile.
+        keep = failed or _has_failed(group)
+        _kept.append(group)
         abort(group)
-        if failed or _has_failed(group):
-            _kept.append(group)
+        if not keep and not _has_failed(group):
+            _kept.remove(group)
 
 
 def _has_failed(group: ProcessGroup) -> bool:

@@ -674,10 +674,6 @@ class Choice(Protocol):
     """The choice of the form in which weights travel."""
 
     reason: str
-    yields: bool
-
-    def stop(self, why: str) -> None:
-        """Leave the form as it is, where it ``yields``."""
 
     def before_pass(self, streamer: Streamer) -> None:
         """Change the form, if it is time; between two passes."""

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dlo_core.errors import text_of
 from dlo_core.packed_cut import PackedCut, packed_tensors
 from dlo_core.packed_figures import Figures, Form
 from dlo_core.packed_switch import Switch, more_residents, no_room
@@ -41,8 +40,6 @@ __all__ = ["PackedChoice"]
 _logger = logging.getLogger("dlo")
 # Passes before the first look: in the first ones kernels are chosen and compiled.
 _WARM = 3
-# The same where nobody asked; see [Note: by default] in packed_default.py.
-_WARM_DEFAULT = 50
 _EVERY = 8
 # Ranks that gather look at pass 3, 12, 48 and so on.
 _TIMES = 4
@@ -54,17 +51,10 @@ class PackedChoice:
 
     Attributes:
         reason: What was chosen, and why.
-        yields: Whether ``stop`` may end it.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        coder: Coder,
-        backend: Backend,
-        ranks: PassAgreement,
-        *,
-        by_default: bool = False,
+        self, engine: Engine, coder: Coder, backend: Backend, ranks: PassAgreement
     ) -> None:
         """Begin with raw weights.
 
@@ -73,11 +63,8 @@ class PackedChoice:
             coder: Packs and decodes.
             backend: Of the device.
             ranks: Those that gather together, or this one alone.
-            by_default: Whether nobody asked for it.
         """
-        self.yields = by_default
-        self._warm = _WARM_DEFAULT if by_default else _WARM
-        self.reason = f"raw until {self._warm} passes were measured"
+        self.reason = f"raw until {_WARM} passes were measured"
         # Which has this object.
         self._owner = weakref.ref(engine)
         self._coder = coder
@@ -87,7 +74,7 @@ class PackedChoice:
         self._trial: tuple[float, float] | None = None
         self._link_ms_per_byte = 0.0
         self._last = 0
-        self._next = self._warm
+        self._next = _WARM
         self._switches = 0
         self._doubts = 0
 
@@ -117,7 +104,7 @@ class PackedChoice:
                         self._engine.pool.fail(error)
                         raise
             elif self._trial is None:
-                if done >= self._warm:
+                if done >= _WARM:
                     self._look_together(streamer)
             elif done - self._last >= _EVERY:
                 self._look(streamer)
@@ -126,7 +113,8 @@ class PackedChoice:
         """Compare what the slowest rank takes, and switch; all ranks alike."""
         self._stand_still()
         why_not = self._try_one() if self._trial is None else None
-        if streamer.nests:
+        # There is one buffer for the blocks of all models.
+        if any(each.nests for each in self._engine.streamers):
             why_not = "blocks are called inside of others, and there is one buffer to decode into"
         figures = self.figures(streamer) if why_not is None else None
         told = self._ranks.exchange(
@@ -275,18 +263,12 @@ class PackedChoice:
         try:
             tensors = packed_tensors(layouts[number], cut, self._ranks.rank)
             nbytes, decode_ms = self._coder.trial(run, tensors)
-        except torch.OutOfMemoryError as error:
-            return no_room("pack a block for trial", error)
-        # Whatever a compiler of kernels lacks on this machine.
+        # Also what a compiler of kernels lacks on this machine, whatever it raises.
         except Exception as error:
-            return f"a block could not be packed for trial: {text_of(error)}"
+            return no_room("pack a block for trial", error)
         self._trial = nbytes / run.nbytes, decode_ms / run.nbytes
         self._coder.release()
         return None
-
-    def stop(self, why: str) -> None:
-        """Leave the form as it is from now on."""
-        self._stay(why)
 
     def _stay(self, why_not: str) -> None:
         """Look no more."""

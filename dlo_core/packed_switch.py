@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dlo_core.agreement import Problem
+from dlo_core.errors import text_of
 from dlo_core.packed_cut import PackedCut, packed_tensors
 from dlo_core.packed_figures import Form
 from dlo_core.packed_store import PackedStore
@@ -205,7 +206,8 @@ class Switch:
                 if sizes[-1] > self._shards[number].nbytes - cut.trailer_nbytes:
                     problem = f"block {engine.layouts[number].name!r} does not get smaller"
                     break
-        except RuntimeError as error:
+        # As for the trial; every rank must hear of it.
+        except Exception as error:
             problem = no_room("pack the blocks", error)
         answers = self._ranks.exchange((problem, sizes), _WHAT)
         if (why_not := self._first([answer[0] for answer in answers])) is not None:
@@ -233,7 +235,8 @@ class Switch:
             if packs and home[0] is None:
                 nbytes = max(shard.padded_nbytes for shard in self._shards)
                 home[0] = Slot.new(self._backend, -1, self._backend.empty(nbytes))
-        except RuntimeError as error:
+        # As for the trial; every rank must hear of it.
+        except Exception as error:
             problem = no_room("pack the blocks" if packs else "decode all blocks back", error)
         return self._first(self._ranks.exchange(problem, _WHAT))
 
@@ -318,9 +321,11 @@ class Switch:
         return orders
 
 
-def no_room(what: str, error: RuntimeError) -> str:
-    """Say that the device has no room."""
-    return f"there is no room on the device to {what}: {error}"
+def no_room(what: str, error: Exception) -> str:
+    """Say that the device has no room, or what else is missing."""
+    if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
+        return f"there is no room on the device to {what}: {error}"
+    return f"what it takes to {what} is missing: {text_of(error)}"
 
 
 def _bytes(part: torch.Tensor) -> bytes:

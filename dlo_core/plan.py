@@ -183,7 +183,7 @@ def plan_model(
 
 
 def _cuts(
-    layouts: Sequence[BlockLayout], size: int, alignment: int, *, packed: bool | str | None
+    layouts: Sequence[BlockLayout], size: int, alignment: int, *, packed: bool | str
 ) -> tuple[ShardPlan | PackedCut, ...]:
     if packed == "auto":
         # Raw shards that a rank can pack by itself later: they begin and end at a chunk.

@@ -28,7 +28,6 @@ from dlo_core.loader import measure_packed
 from dlo_core.machine import Machine
 from dlo_core.packed_choice import PackedChoice
 from dlo_core.packed_cut import PackedCut
-from dlo_core.packed_default import OWN_TIERS, has_bf16, settle_packed
 from dlo_core.pass_agreement import PassAgreement
 from dlo_core.plan import ModelPlan, plan_model
 from dlo_core.samples import files_of, own_values, sample_stored, sample_values
@@ -90,9 +89,6 @@ class Startup:
         self._config = config
         self._backend = backend
         self._agreement = agreement
-        # See [Note: by default] in packed_default.py.
-        self._by_default = config.packed is None
-        self._config = settle_packed(config, backend, gathers=self.gathers)
 
     @property
     def gathers(self) -> bool:
@@ -123,7 +119,6 @@ class Startup:
             if problem is None:
                 check_means(self._config, self._backend, gathers=self.gathers)
                 self._plan(request, plans)
-                self._want_bf16(plans)
                 facts, samples = self._facts(plans, request.salvage)
                 files = [samples[name] for name in _files(plans)] if self.gathers else []
                 if self._config.packed is not True:
@@ -150,16 +145,6 @@ class Startup:
                 if plan.checkpoint is not None:
                     plan.checkpoint.close()
             raise
-
-    @property
-    def _host_config(self) -> OffloadConfig:
-        """The settings that decide on host memory: a default takes no tier away."""
-        return replace(self._config, packed=False) if self._by_default else self._config
-
-    def _want_bf16(self, plans: Sequence[ModelPlan]) -> None:
-        """Choose nothing by default where there is nothing to pack."""
-        if self._by_default and not has_bf16(each for plan in plans for each in plan.layouts):
-            self._config = self._host_config
 
     def _compare_files(self, plans: Sequence[ModelPlan], mine: list[str]) -> None:
         """Refuse ranks that would read other values: by the files, or else by a sample of them.
@@ -275,7 +260,7 @@ class Startup:
         for plan in plans:
             digest.update(plan.digest())
         wish = make_wish(
-            self._host_config,
+            self._config,
             self._backend,
             plans,
             rank=self._agreement.rank,
@@ -377,15 +362,11 @@ class Startup:
         self, made: _Made, plans: Sequence[ModelPlan], decision: _Decision, progress: Progress
     ) -> Footprint:
         """Make the store and the engine, which reads; return what they take."""
-        if self._by_default and made.allotment.tier not in OWN_TIERS:
-            self._config = self._host_config
-            footprint = predict(plans, self._config, decision.residents)
-            decision = replace(decision, footprint=footprint)
         kept = made.kept = decision.kept
         made.store = (
             make_store(
                 made.allotment,
-                self._host_config,
+                self._config,
                 self._backend,
                 plans,
                 rank=made.collective.rank,
@@ -414,10 +395,7 @@ class Startup:
             coder = Coder(self._backend, verify=self._config.verify_packed)
             ranks = self._agreement if self.gathers else LoneAgreement()
             passes = PassAgreement(ranks, made.engine.pool, self._config.timeout_s)
-            choice = PackedChoice(
-                made.engine, coder, self._backend, passes, by_default=self._by_default
-            )
-            made.engine.let_choose(choice)
+            made.engine.let_choose(PackedChoice(made.engine, coder, self._backend, passes))
         if made.allotment.note:
             warnings.warn(made.allotment.note, DloWarning, stacklevel=2)
         return _with_host(decision, made)

@@ -13,6 +13,7 @@ import os
 import time
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +87,7 @@ class CopyCollective(DeviceCollective):
         self._known = False
         self._last: Any = None
         self._stuck = False
+        self._failed = False
 
     @contextmanager
     def memory(self) -> Iterator[None]:
@@ -130,7 +132,8 @@ class CopyCollective(DeviceCollective):
         return self._stuck
 
     def abort(self, error: BaseException) -> None:
-        """Do nothing: see [Note: a gather that waits for ever]."""
+        """Give nothing up: see [Note: a gather that waits for ever]."""
+        self._failed = True
 
     def close(self) -> None:
         """Take the windows back, then the group; where a gather is stuck, wait for nothing."""
@@ -142,7 +145,7 @@ class CopyCollective(DeviceCollective):
             # An abort of a group that has windows fails, and gives nothing up.
             self._try("taking the windows back", self._take_back)
         group, self._group, self._pool, self._known = self._group, None, None, False
-        self._try("giving the group up", abort_group, group)
+        self._try("giving the group up", partial(abort_group, failed=self._failed), group)
         if not self._stuck:
             self._synchronize()
 

@@ -105,3 +105,28 @@ def test_a_group_of_which_a_gather_failed_is_kept(
     del group
     gc.collect()
     assert (there() is not None) == stays
+
+
+def test_a_group_whose_abort_raises_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(group: Any) -> None:
+        raise RuntimeError("it has windows")
+
+    monkeypatch.setattr(collective, "_is_known", lambda group: True)
+    monkeypatch.setattr(collective, "_kept", [])
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", refuse)
+    group: Any = Group("SUCCESS")
+    with pytest.raises(RuntimeError, match="windows"):
+        collective.abort_group(group)
+    assert collective._kept == [group]
+
+
+def test_an_error_that_shows_during_the_abort_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def abort(group: Any) -> None:
+        group._error = "COMM_ERROR"
+
+    monkeypatch.setattr(collective, "_is_known", lambda group: True)
+    monkeypatch.setattr(collective, "_kept", [])
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", abort)
+    group: Any = Group("SUCCESS")
+    collective.abort_group(group)
+    assert collective._kept == [group]

@@ -20,6 +20,7 @@ from test_packed_engine import SHORT, Model, data, new_values
 from toys import TOYS, inputs, same_bits, twin
 
 import dlo_core as dlo
+from dlo_core import coder
 from dlo_core.coder import Coder
 from dlo_core.cpu import CpuBackend
 from dlo_core.errors import AgreementError, ConfigError, DloError, RestoreError, UseError
@@ -321,6 +322,62 @@ def test_a_device_without_room_keeps_the_form_that_it_has(monkeypatch: pytest.Mo
         assert reason.startswith(f"raw: {no_room}")
     # Two for the trial, and for packing those of a run, a row, a comparison and the decoded block.
     assert room >= 6
+
+
+@pytest.mark.parametrize("what", ["trial", "measure", "reserve"])
+def test_what_a_codec_raises_leaves_the_weights_raw(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler of kernels may lack something on this machine, and raise whatever it likes."""
+
+    def refuse(*_: object, **__: object) -> Any:
+        raise OSError("no C compiler")
+
+    torch.set_num_threads(1)
+    Told(monkeypatch)
+    monkeypatch.setattr(Coder, what, refuse)
+    model = Model(4)
+    resident = twin(model)
+    with dlo.offload(model, device="cpu", packed="auto") as offloaded, torch.inference_mode():
+        for _ in range(6):
+            assert torch.equal(model(data()), resident(data()))
+        reason = offloaded.stats().packed_reason or ""
+    assert reason.startswith("raw: what it takes to pack")
+    assert reason.endswith("is missing: OSError: no C compiler")
+
+
+def test_blocks_of_another_model_that_are_called_inside_of_others_keep_all_raw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All models decode into the one buffer; the one that asks first has no such blocks."""
+    torch.set_num_threads(1)
+    Told(monkeypatch)
+    plain, nesting = Model(4), TOYS["called inside another"]()
+    twins = twin(plain), twin(nesting)
+    offloaded = dlo.offload([plain, nesting], device="cpu", packed="auto")
+    with offloaded, torch.inference_mode():
+        for number in range(6):
+            assert torch.equal(plain(data()), twins[0](data()))
+            assert torch.equal(nesting(inputs(number)), twins[1](inputs(number)))
+        reason = offloaded.stats().packed_reason or ""
+    assert reason.startswith("raw: blocks are called inside of others")
+
+
+def test_a_row_that_decodes_wrong_in_its_last_byte_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is compared in pieces."""
+    real: Any = vars(coder)["decode_segment"]
+
+    def decode(codec: Any, row: torch.Tensor, out: torch.Tensor) -> None:
+        real(codec, row, out)
+        out[-1] ^= 1
+
+    monkeypatch.setattr(coder, "_PIECE_NBYTES", 4096)
+    monkeypatch.setattr(coder, "decode_segment", decode)
+    run = torch.zeros(16384, dtype=torch.uint8)
+    with pytest.raises(DloError, match="do not come out as they went in"):
+        Coder(CpuBackend(), verify=True).encode(run, [(0, 16384)], 16384)
 
 
 @pytest.mark.parametrize("packed", [False, True, "auto"])
