@@ -294,8 +294,12 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Callable[[], Any], l
     monkeypatch.setattr(copies.dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(copies.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(copies, "living", lambda group: group)
-    monkeypatch.setattr(copies, "abort_group", lambda group: said.append("abort"))
-    monkeypatch.setattr("dlo_core.accelerator.abort_group", lambda group: said.append("abort"))
+
+    def abort(group: Any, *, failed: bool = False) -> None:
+        said.append("abort, failed" if failed else "abort")
+
+    monkeypatch.setattr(copies, "abort_group", abort)
+    monkeypatch.setattr("dlo_core.accelerator.abort_group", abort)
     monkeypatch.setattr("dlo_core.accelerator.living", lambda group: group)
     for module in ("dlo_cuda.copies", "dlo_core.accelerator"):
         monkeypatch.setattr(
@@ -340,15 +344,15 @@ def test_nothing_waits_for_a_stuck_gather(nccl: Any, monkeypatch: pytest.MonkeyP
     collective.all_gather(torch.empty(2), torch.empty(1))
     monkeypatch.setattr(FakeEvent, "reached", False)
 
-    def fail(group: Any) -> None:
-        said.append("abort")
+    def fail(group: Any, *, failed: bool) -> None:
+        said.append("abort, failed" if failed else "abort")
         raise RuntimeError("Failed to deregister segment handle")
 
     monkeypatch.setattr("dlo_cuda.copies.abort_group", fail)
     collective.abort(RuntimeError("a peer is gone"))
     assert collective.stuck()
     collective.close()
-    assert said[3:] == ["gather", "abort"]
+    assert said[3:] == ["gather", "abort, failed"]
 
 
 def test_what_cuda_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
