@@ -22,7 +22,6 @@ REPEATS = frozenset(
         "test_agreement.py::test_a_peer_that_stops_is_an_error_within_the_timeout_and_closes_the_offload[pass-2]",
         "test_agreement.py::test_a_rank_that_never_comes_is_named_within_the_timeout[0]",
         "test_agreement.py::test_a_rank_that_never_comes_is_named_within_the_timeout[2]",
-        "test_ascend_availability.py::test_the_command_says_it_in_a_line_and_shows_no_traceback[-m]",
         "test_bad_input.py::test_bad_input_on_one_rank_is_refused_on_all[3]",
         "test_bits.py::test_a_checkpoint_of_any_form_gives_the_same_bits[3]",
         "test_bits.py::test_a_checkpoint_of_any_form_gives_the_same_bits[4]",

@@ -147,7 +147,7 @@ def test_torch_npu_without_cann_breaks_torch_and_dlo_says_what_to_do(tmp_path: P
         assert words in told
 
 
-@pytest.mark.parametrize("start", ["-m", "script"])
+@pytest.mark.parametrize("start", [pytest.param("-m", marks=pytest.mark.slow), "script"])
 def test_the_command_says_it_in_a_line_and_shows_no_traceback(start: str, tmp_path: Path) -> None:
     install_fake(tmp_path, torch.__version__.partition("+")[0], NO_CANN)
     script = tmp_path / "bin" / "dlo"

@@ -154,6 +154,9 @@ def test_a_failure_in_any_step_on_one_rank_is_told_to_all(
             "Startup._build",
             "Startup._compare_files",
             "gathering:make_collective",
+            "gathering:make_group",
+            "gathering:_saying",
+            ".group_environment",
             "Startup._share",
         )
         # The same, and its finaliser needs what its constructor sets first.
