@@ -24,7 +24,7 @@ import torch
 
 from dlo_core.packed_cut import PackedCut, packed_tensors
 from dlo_core.packed_figures import Figures, Form
-from dlo_core.packed_switch import Switch, more_residents, no_room
+from dlo_core.packed_switch import Switch, more_residents, what_is_missing
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -265,7 +265,7 @@ class PackedChoice:
             nbytes, decode_ms = self._coder.trial(run, tensors)
         # Also what a compiler of kernels lacks on this machine, whatever it raises.
         except Exception as error:
-            return no_room("pack a block for trial", error)
+            return what_is_missing("pack a block for trial", error)
         self._trial = nbytes / run.nbytes, decode_ms / run.nbytes
         self._coder.release()
         return None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Cuts = list[ShardPlan | PackedCut]
 
-__all__ = ["Switch", "cut_of", "more_residents", "no_room"]
+__all__ = ["Switch", "cut_of", "more_residents", "what_is_missing"]
 
 _WHAT = "changing between raw and packed weights"
 
@@ -208,7 +208,7 @@ class Switch:
                     break
         # As for the trial; every rank must hear of it.
         except Exception as error:
-            problem = no_room("pack the blocks", error)
+            problem = what_is_missing("pack the blocks", error)
         answers = self._ranks.exchange((problem, sizes), _WHAT)
         if (why_not := self._first([answer[0] for answer in answers])) is not None:
             return why_not
@@ -237,7 +237,9 @@ class Switch:
                 home[0] = Slot.new(self._backend, -1, self._backend.empty(nbytes))
         # As for the trial; every rank must hear of it.
         except Exception as error:
-            problem = no_room("pack the blocks" if packs else "decode all blocks back", error)
+            problem = what_is_missing(
+                "pack the blocks" if packs else "decode all blocks back", error
+            )
         return self._first(self._ranks.exchange(problem, _WHAT))
 
     def _first(self, problems: Sequence[str | None]) -> str | None:
@@ -321,8 +323,9 @@ class Switch:
         return orders
 
 
-def no_room(what: str, error: Exception) -> str:
+def what_is_missing(what: str, error: Exception) -> str:
     """Say that the device has no room, or what else is missing."""
+    # Not every device's allocator has the error of its own.
     if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
         return f"there is no room on the device to {what}: {error}"
     return f"what it takes to {what} is missing: {text_of(error)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from dlo_core import collective
-from dlo_core.gathering import make_group
+from dlo_core import accelerator, collective
+from dlo_core.config import OffloadConfig
+from dlo_core.gathering import make_collective, make_group
 from dlo_core.registry import get_backend
 
 
@@ -68,12 +70,39 @@ def test_a_backend_that_says_nothing_changes_nothing() -> None:
     assert dict(get_backend("cpu").group_environment()) == {}
 
 
-def test_torchs_watchdog_leaves_groups_of_dlo_alone() -> None:
-    settings = pytest.importorskip("dlo_cuda.settings")
-    assert settings.OWN_GROUPS == {
+class Agreed:
+    """An agreement that has seen what the environment said when its group was made."""
+
+    def new_group(self, comm_library: str, timeout_s: float, options: Any = None) -> Any:
+        """Look."""
+        self.environment = dict(os.environ)
+        return "a group"
+
+
+def test_the_weights_group_is_made_so_that_torchs_watchdog_leaves_it_alone() -> None:
+    made = pytest.importorskip("dlo_cuda.backend")
+    backend: Any = made.CudaBackend(torch.device("cuda", 0), None)
+    backend.collective = lambda group: f"gathers over {group}"
+    agreement: Any = Agreed()
+    before = dict(os.environ)
+    gathers: Any = make_collective(OffloadConfig(), backend, agreement)
+    assert gathers == "gathers over a group"
+    assert agreement.environment == before | {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
+    assert dict(os.environ) == before
+
+
+def test_the_end_of_the_process_destructs_no_group_that_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group: Any = Group("COMM_ERROR")
+    monkeypatch.setattr(collective, "_kept", [group])
+    monkeypatch.setattr(collective, "_abandoned", [])
+    before = sys.getrefcount(group)
+    collective._leave_abandoned()
+    assert sys.getrefcount(group) == before + 1
 
 
 @pytest.mark.parametrize(
@@ -105,6 +134,20 @@ def test_a_group_of_which_a_gather_failed_is_kept(
     del group
     gc.collect()
     assert (there() is not None) == stays
+
+
+def test_the_group_of_an_offload_that_failed_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the comm library itself tells of no error."""
+    monkeypatch.setattr(collective, "_is_known", lambda group: True)
+    monkeypatch.setattr(collective, "_kept", [])
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(
+        torch.distributed.distributed_c10d, "_abort_process_group", lambda group: None
+    )
+    group: Any = Group("SUCCESS")
+    accelerator.DeviceCollective(group, lambda: None).abort(RuntimeError("a peer is gone"))
+    assert collective._kept == [group]
 
 
 def test_a_group_whose_abort_raises_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
