@@ -87,7 +87,9 @@ class _HostBench:
             # Blocks that compute nothing leave what dlo does; those that stay have no fill. They
             # are so narrow that the link is done with each before the host is.
             idle, alone = _idle(self._narrow), _idle(self._narrow).to(self.options.device)
-            offloaded = dlo.offload(idle, device=self.options.device, resident_layers=count)
+            offloaded = dlo.offload(
+                idle, device=self.options.device, resident_layers=count, packed=False
+            )
             rows = self._in_turn(alone, idle)
             found.note(**{f"engine_us_a_block{name}{suffix}": self._a_block(rows)})
             if not count:
@@ -98,7 +100,7 @@ class _HostBench:
         import dlo_core as dlo
 
         found = self.found
-        offloaded = dlo.offload(model, device=self.options.device)
+        offloaded = dlo.offload(model, device=self.options.device, packed=False)
         rows = self._in_turn(resident, model)
         alone, streamed = zip(*rows, strict=True)
         figures = self._a_block(rows)

@@ -204,7 +204,9 @@ def stages(options: Options, found: Findings) -> None:
     with torch.inference_mode():
         reference = build(shape, device)(*args)
     model = build(shape)
-    offloaded = dlo.offload(model, device=options.device, resident_layers=3, resident_scope="stage")
+    offloaded = dlo.offload(
+        model, device=options.device, resident_layers=3, resident_scope="stage", packed=False
+    )
     backend, lent = offloaded.backend, offloaded.footprint.residents_nbytes
     seen, freed, wrong = [], [], 0
     with torch.inference_mode():
@@ -245,7 +247,7 @@ def flat(options: Options, found: Findings) -> None:
     model = build(shape)
     passes = 20 if options.small else 200
     with torch.inference_mode():
-        offloaded = dlo.offload(model, device=options.device)
+        offloaded = dlo.offload(model, device=options.device, packed=False)
         seen, wrong = [], 0
         for number in range(passes):
             out = model(*args)

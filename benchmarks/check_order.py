@@ -60,7 +60,7 @@ def sync(options: Options, found: Findings) -> None:
     model = build(shape)
     args = inputs(shape, 256, options.device)
     with torch.inference_mode():
-        offloaded = dlo.offload(model, device=options.device)
+        offloaded = dlo.offload(model, device=options.device, packed=False)
         for _ in range(3):
             model(*args)
         torch.cuda.synchronize()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from checks import Findings, Options
 
-__all__ = ["auto", "products", "steps"]
+__all__ = ["auto", "default", "products", "steps"]
 
 _GB = 1e9
 _TOKENS = (1, 4096, 8192)
@@ -86,6 +88,48 @@ def auto(options: Options, found: Findings) -> None:
         name = f"step / raw step, {row.tokens} tokens"
         found.at_most(name, row.step_ms / plain.step_ms, limit * loose)
         found.true(f"same bits, {row.tokens} tokens", chosen.bit_identical)
+
+
+def default(options: Options, found: Findings) -> None:
+    """Say nothing of packing: a long run gets it, at the price of one stop, and of memory."""
+    import torch
+
+    import dlo_core as dlo
+    from dlo_core.bench.model import Shape, build, inputs
+
+    shape = Shape(64, 4, 4) if options.small else Shape(3072, 24, 40)
+    (tokens,) = _lengths(options, (4096,))
+    device = torch.device(options.device)
+    resident, model = build(shape, device), build(shape)
+    with torch.inference_mode():
+        args = inputs(shape, tokens, device)
+        wanted = resident(*args)
+        del resident
+        offloaded = dlo.offload(model, device=options.device)
+        steps, wrong = [], 0
+        for _ in range(8 if options.small else 60):
+            start = time.perf_counter()
+            wrong += not torch.equal(model(*args), wanted)
+            steps.append((time.perf_counter() - start) * 1e3)
+        stats = offloaded.stats()
+    found.at_most("passes with a wrong bit", wrong, 0)
+    raw_ms, packed_ms = statistics.median(steps[4:40]), statistics.median(steps[-6:])
+    found.note(
+        steps_ms=[round(each, 1) for each in steps],
+        raw_ms=raw_ms,
+        packed_ms=packed_ms,
+        stop_ms=max(steps[4:]) - raw_ms,
+        reason=stats.packed_reason,
+        device_gb=stats.device_bytes / _GB,
+        footprint_gb=offloaded.footprint.device_nbytes / _GB,
+    )
+    if options.cuda:
+        found.true("packed in the end", stats.packed_ratio is not None)
+        found.at_most("step / step before", packed_ms / raw_ms, 0.75)
+    found.true(
+        "no more than the footprint", stats.device_bytes <= offloaded.footprint.device_nbytes
+    )
+    offloaded.shutdown()
 
 
 def _lengths(options: Options, tokens: tuple[int, ...]) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ def attach_dlo(**settings: Any) -> Attach:
     def attach(model: nn.Module, setting: Setting) -> Any:
         import dlo_core as dlo
 
-        timed = {"time_every": TIME_EVERY, **settings}
+        timed = {"time_every": TIME_EVERY, "packed": False, **settings}
         offloaded = dlo.offload(model, device=str(setting.device), **timed)
 
         def facts() -> dict[str, Any]:

@@ -22,6 +22,7 @@ SECTIONS: Sections = {
     "steps": (check_packed_steps.steps, 240),
     "products": (check_packed_steps.products, 240),
     "auto": (check_packed_steps.auto, 240),
+    "default": (check_packed_steps.default, 120),
     "damage": (check_packed_codec.damage, 60),
 }
 

@@ -118,8 +118,8 @@ def _attach_dlo(
         from peer_copies import PeerBackend
 
         backend = PeerBackend(backend.device, _new_group(member))
-    settings = {"timeout_s": _TIMEOUT_S, "time_every": TIME_EVERY, **settings}
-    offloaded = dlo.offload(model, device=backend, group=dist.group.WORLD, **settings)
+    always: dict[str, Any] = {"timeout_s": _TIMEOUT_S, "time_every": TIME_EVERY, "packed": False}
+    offloaded = dlo.offload(model, device=backend, group=dist.group.WORLD, **always, **settings)
 
     def facts() -> dict[str, Any]:
         stats = offloaded.stats()

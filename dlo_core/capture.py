@@ -173,8 +173,9 @@ def capture_pass(
         _check_passes(streamer.tape.num_passes - before)
     streamer.enter()
     try:
-        streamer.get_ready()
         _check_places(streamer.tape)
+        _make_way(engine, streamer)
+        streamer.get_ready()
         pool = engine.pool.twin(backend)
         transfer = engine.transfer.twin(pool)
         tape = streamer.tape.twin(pool, transfer)
@@ -186,6 +187,8 @@ def capture_pass(
                 "the pass could not be captured: it did not run all blocks in their order, so the "
                 "next one would not find its first blocks in the slots"
             )
+        if engine.choice is not None:
+            engine.choice.stop("a pass was captured, and its graph copies what it was made with")
     finally:
         streamer.leave()
     return CapturedPass(
@@ -230,7 +233,7 @@ def _check(engine: Engine, backend: Backend) -> None:
     why = None
     if not backend.capabilities.graph_capture:
         why = f"the backend {backend.name!r} captures no graphs"
-    elif engine.choice is not None:
+    elif engine.choice is not None and not engine.choice.by_default:
         why = "packed='auto' may change what is copied; use packed=True or False"
     elif engine.transfer.gathers:
         why = (
@@ -244,6 +247,17 @@ def _check(engine: Engine, backend: Backend) -> None:
         )
     if why is not None:
         raise ConfigError(f"the pass cannot be captured: {why}")
+
+
+def _make_way(engine: Engine, streamer: Streamer) -> None:
+    """Have the weights raw: a graph would copy packed ones when an update has made them raw."""
+    choice = engine.choice
+    if choice is None:
+        return
+    made: list[bool] = []
+    streamer.guarded(lambda: made.append(choice.make_way("a pass is captured")))
+    if made != [True]:
+        raise UseError(f"the pass could not be captured: the weights are {choice.reason}")
 
 
 def _check_places(tape: Tape) -> None:

@@ -5,12 +5,13 @@ It is for loading and for values that change, never for the hot path: it waits f
 
 from __future__ import annotations
 
+import logging
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
-from dlo_core.errors import DloError, HostMemoryError
+from dlo_core.errors import CheckpointError, DloError, HostMemoryError
 from dlo_core.packed import check_segment, decode_segment, measure, write_segment
 from dlo_core.packed_format import CHUNK_NBYTES
 from dlo_core.packed_torch import TorchCodec
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Coder", "TooLongError", "codec_of"]
 
+_logger = logging.getLogger("dlo")
 _PIECE_NBYTES = 1 << 24
 
 
@@ -57,12 +59,22 @@ class Coder:
         self._backend = backend
         self._verify = verify
         self._scratch: dict[str, torch.Tensor] = {}
+        self._lent: list[torch.Tensor] = []
         self._host: HostBuffer | None = None
 
     @cached_property
     def _codec(self) -> Codec:
         # Late: it may take a second to load, and a choice may never want it.
         return codec_of(self._backend)
+
+    def lend(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Let coding use these device buffers before it allocates any; until ``release``."""
+        self._scratch.clear()
+        self._lent = list(buffers)
+
+    def uploaded(self, nbytes: int) -> torch.Tensor:
+        """Return the first bytes of the run that ``encode`` was given last, on the device."""
+        return self._scratch["run"][:nbytes]
 
     def measure(self, run: torch.Tensor, tensors: Sequence[tuple[int, int]]) -> int:
         """Return the bytes that a host run of whole chunks takes when it is packed."""
@@ -150,16 +162,27 @@ class Coder:
     def decode(self, row: torch.Tensor) -> torch.Tensor:
         """Return the run that a host row holds, in host memory of its own.
 
+        Where the device cannot, the host does it, which is slow: the weights must not be lost with
+        the device.
+
         Raises:
             CheckpointError: The row is damaged.
         """
         with torch.inference_mode(False), torch.no_grad():
             header = check_segment(row)
-            out = self._take("run", header.num_chunks * CHUNK_NBYTES)
-            decode_segment(self._codec, self._upload("row", row), out)
-            run = torch.empty(out.nbytes, dtype=torch.uint8, device="cpu")
-            self._backend.copy(run, out)
-            self._backend.current_stream().synchronize()
+            nbytes = header.num_chunks * CHUNK_NBYTES
+            run = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            try:
+                out = self._take("run", nbytes)
+                decode_segment(self._codec, self._upload("row", row), out)
+                self._backend.copy(run, out)
+                self._backend.current_stream().synchronize()
+            except CheckpointError:
+                raise
+            # Whatever the device says of it.
+            except Exception as error:
+                _logger.warning("packed weights are decoded on the host, slowly: %s", error)
+                decode_segment(TorchCodec(), row, run)
             self._scratch.clear()
             return run
 
@@ -178,7 +201,11 @@ class Coder:
 
     def release(self) -> None:
         """Let all memory go. Idempotent."""
+        if self._lent:
+            # Its owner writes it next, on any stream.
+            self._backend.current_stream().synchronize()
         self._scratch.clear()
+        self._lent = []
         host, self._host = self._host, None
         if host is not None:
             host.release()
@@ -198,8 +225,15 @@ class Coder:
             # The old memory first: both at once may not be had.
             held = None
             self._scratch.pop(name, None)
-            held = self._scratch[name] = self._backend.empty(nbytes)
+            held = self._lent_of(nbytes)
+            held = self._scratch[name] = self._backend.empty(nbytes) if held is None else held
         return held[:nbytes]
+
+    def _lent_of(self, nbytes: int) -> torch.Tensor | None:
+        """Return the smallest buffer that was lent, is not used, and has so many bytes."""
+        used = {id(held) for held in self._scratch.values()}
+        fits = [each for each in self._lent if id(each) not in used and each.nbytes >= nbytes]
+        return min(fits, key=lambda each: each.nbytes, default=None)
 
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ HOST_TIERS = ("pinned", "shared", "mapped", "pageable")
 _LONGEST_S = 315_360_000
 _MOST_THREADS = 256
 # Passes between two looks of packed="auto".
-_MOST_AUTO = 8
+MOST_AUTO = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,9 @@ class OffloadConfig:
         packed: Whether bf16 weights travel and wait packed, without losing a bit, and are decoded
             right before each block computes; see docs/packed.md. ``"auto"``: loaded raw, and packed
             when the first passes show that it is faster, the resident blocks, too, if that is.
+            None: as ``"auto"``, but later, and only where nothing else is lost by it: where the
+            backend has a codec of its own, nothing is gathered, there is no
+            ``device_budget_bytes``, and the weights lie in host memory of this rank's own.
         verify_packed: Whether packed weights are decoded once and compared while loading.
         time_every: Of so many passes one keeps the times of its blocks for ``stats()`` and traces;
             the first three do, too, and those that load resident blocks. 1: every pass does, at
@@ -85,7 +88,7 @@ class OffloadConfig:
     timeout_s: float = 600.0
     load_timeout_s: float = 1800.0
     strict: bool = True
-    packed: bool | Literal["auto"] = False
+    packed: bool | Literal["auto"] | None = None
     verify_packed: bool = True
     time_every: int = 8
     load_threads: int | None = None
@@ -151,17 +154,17 @@ class OffloadConfig:
                 )
 
     def _check_choices(self) -> None:
-        if not isinstance(self.packed, bool) and self.packed != "auto":
-            raise ConfigError(f"packed must be True, False or 'auto'; got {self.packed!r}")
+        if not isinstance(self.packed, bool) and self.packed not in ("auto", None):
+            raise ConfigError(f"packed must be True, False, 'auto' or None; got {self.packed!r}")
         if not _is_int(self.time_every) or self.time_every < 0:
             raise ConfigError(
                 "time_every must be a whole number of passes, of which one keeps times, or 0 for "
                 f"none; got {self.time_every!r}"
             )
-        if self.packed == "auto" and not 0 < self.time_every <= _MOST_AUTO:
+        if self.packed == "auto" and not 0 < self.time_every <= MOST_AUTO:
             raise ConfigError(
                 f"packed='auto' chooses by the times of passes, so time_every must be 1 to "
-                f"{_MOST_AUTO} with it; got {self.time_every!r}"
+                f"{MOST_AUTO} with it; got {self.time_every!r}"
             )
         if self.gather_by not in GATHER_MEANS:
             known = " or ".join(map(repr, GATHER_MEANS))

@@ -86,6 +86,7 @@ class Engine:
         digest: bytes,
         progress: bool | Callable[[LoadProgress], None],
         shares: bool,
+        restocks: bool = False,
         samples: Mapping[str, str] | None = None,
         kept: Salvage | None = None,
     ) -> None:
@@ -101,6 +102,7 @@ class Engine:
             digest: Of the trailers.
             progress: As for ``enable``.
             shares: Whether any rank of the group shares host memory, on this node or another.
+            restocks: Whether other blocks may come to stay, in the memory of those that do.
             samples: Of the values; see ``Salvage``.
             kept: What ``store`` came from, with the shards in it.
 
@@ -118,7 +120,7 @@ class Engine:
         self.shares = shares
         self._load_threads = config.load_threads
         self._time_every = config.time_every
-        self._may_change = config.packed == "auto"
+        self._restocks = restocks
         hosts = [remainder_run(plan.remainder.nbytes) for plan in plans]
         self._kept = kept
         self._load(digest, progress, hosts)
@@ -187,9 +189,9 @@ class Engine:
             slot_nbytes=ring.slot_nbytes,
             num_stages=ring.num_stages,
             stage_nbytes=ring.stage_nbytes,
-            # Where the form may change, they get their memory together.
+            # Where others may come to stay, they get their memory together.
             residents={
-                number: 0 if self._may_change else self.shards[number].padded_nbytes
+                number: 0 if self._restocks else self.shards[number].padded_nbytes
                 for number in resident_numbers(self.plans, self._residents)
             },
             decoded_nbytes=decoded_nbytes(self.plans),
@@ -214,14 +216,13 @@ class Engine:
         return made
 
     def _make_transfer(self, config: OffloadConfig) -> Transfer:
-        packed = self.pool.decoded is not None
-        home = DecodedHome(self.pool, codec_of(self._backend)) if packed else None
+        home = self._make_home()
         feed = self.store.feed()
         if self.collective.size == 1:
             return LocalTransfer(self._backend, self.pool, self.blocks, home=home, feed=feed)
         kind = StagedTransfer if config.stages else InPlaceTransfer
-        unpack: Unpack = PackedUnpack() if packed else RawUnpack(self._backend)
-        if self._may_change:
+        unpack: Unpack = PackedUnpack() if home is not None else RawUnpack(self._backend)
+        if config.packed == "auto":
             unpack = UnpackEach(self._backend)
         return kind(
             self._backend,
@@ -232,6 +233,12 @@ class Engine:
             home=home,
             feed=feed,
         )
+
+    def _make_home(self) -> DecodedHome | None:
+        """Return where packed blocks compute, if any is packed."""
+        if self.pool.decoded is None:
+            return None
+        return DecodedHome(self.pool, codec_of(self._backend), self._backend)
 
     def prepare(self, agreement: Agreement) -> None:
         """Make streamers, placeholders and wrappers; still no model is touched."""
@@ -257,7 +264,7 @@ class Engine:
                 agreement=agreement if self.transfer.gathers else LoneAgreement(),
                 timeout_s=self._timeout_s,
                 run_nbytes=(
-                    {n: self.shards[n].padded_nbytes for n in numbers} if self._may_change else None
+                    {n: self.shards[n].padded_nbytes for n in numbers} if self._restocks else None
                 ),
             )
             tape = Tape(
@@ -350,24 +357,23 @@ class Engine:
             orders: Of each model, the ring order from now on; a block that is not in it stays, in
                 the memory of those that stay now.
         """
-        if self.pool.decoded is not None:
+        for home in self.pool.homes:
             for streamer in self.streamers:
                 for binding in streamer.bindings:
-                    binding.forget(self.pool.decoded)
+                    binding.forget(home)
         changed = [n for n, shard in enumerate(shards) if shard != self.shards[n]]
-        self.store, self.shards, self.pool.decoded = store, list(shards), decoded
+        self.store, self.shards = store, list(shards)
+        self.pool.decoded, self.pool.nested = decoded, ()
         for number, shard in enumerate(self.shards):
             # The transfer has this list.
             parts = store.parts(number)
             self.blocks[number] = replace(self.blocks[number], plan=shard, shard=parts)
-        home = None if decoded is None else DecodedHome(self.pool, codec_of(self._backend))
-        self.transfer.use(home)
+        self.transfer.use(self._make_home())
         for state in self.states:
             state.readback.use(store)
         for streamer, order in zip(self.streamers, orders, strict=True):
             if tuple(order) == streamer.tape.order:
                 streamer.tape.forget()
-                self._mark_raw()
                 streamer.guarded(streamer.residents.renew, changed)
             else:
                 streamer.tape.restart(order)
@@ -381,12 +387,6 @@ class Engine:
         bindings = {n: streamer.bindings[n - first] for n in staying}
         nbytes = {n: self.shards[n].padded_nbytes for n in staying}
         streamer.guarded(streamer.residents.restock, bindings, nbytes)
-        self._mark_raw()
-
-    def _mark_raw(self) -> None:
-        """Let raw blocks that stay compute where they lie."""
-        for number, slot in self.pool.residents.items():
-            slot.raw = isinstance(self.shards[number], ShardPlan)
 
     def load_residents(self) -> None:
         """Load the blocks that stay, and wait until they are there; still no model is touched.
@@ -674,9 +674,16 @@ class Choice(Protocol):
     """The choice of the form in which weights travel."""
 
     reason: str
+    by_default: bool
 
     def before_pass(self, streamer: Streamer) -> None:
         """Change the form, if it is time; between two passes."""
+
+    def make_way(self, why: str) -> bool:
+        """Let the weights be raw for now; return whether they are."""
+
+    def stop(self, why: str) -> None:
+        """Leave the form as it is from now on."""
 
 
 def _ask(engine: weakref.ref[Engine], streamer: Streamer) -> None:

@@ -253,7 +253,7 @@ def _plan(
     try:
         plan = plan_model(
             model,
-            OffloadConfig(),
+            OffloadConfig(packed=False),
             blocks=tuple(blocks) or None,
             loading=Loading(path, post_load=blank),
             size=1,

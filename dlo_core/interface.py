@@ -460,6 +460,10 @@ class Backend(ABC):
         """
         return {}
 
+    def has_codec(self) -> bool:
+        """Return whether ``codec`` gives one, as far as can be told without loading it."""
+        return False
+
     def codec(self) -> Codec | None:
         """Return a fast codec for packed weights; None: the one in torch's operations is used."""
         return None

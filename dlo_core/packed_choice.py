@@ -12,6 +12,12 @@ a look costs them an exchange and an idle device, so there are a few.
 
 The price of this freedom is memory: that of raw shards on the host, and on the device that of raw
 slots and of one block more while the weights are packed.
+
+[Note: making way]
+Packed shards cannot do all that raw ones can: new values may not fit, a graph copies what it was
+recorded with, and a model that calls blocks inside of others, or that has run out of memory, wants
+memory back. So before an update and before a capture the weights are decoded where they lie, and
+the looks begin anew; in the other two cases they end.
 """
 
 from __future__ import annotations
@@ -40,10 +46,15 @@ __all__ = ["PackedChoice"]
 _logger = logging.getLogger("dlo")
 # Passes before the first look: in the first ones kernels are chosen and compiled.
 _WARM = 3
+# The same where nobody asked; see [Note: by default] in packed_default.py.
+_WARM_DEFAULT = 50
 _EVERY = 8
 # Ranks that gather look at pass 3, 12, 48 and so on.
 _TIMES = 4
 _MOST_SWITCHES = 6
+# By default at least one part in so many of the device stays free.
+_SPARED = 10
+_NESTS = "blocks are called inside of others, each of which takes a decoded block's memory"
 
 
 class PackedChoice:
@@ -51,10 +62,17 @@ class PackedChoice:
 
     Attributes:
         reason: What was chosen, and why.
+        by_default: Whether nobody asked for it.
     """
 
     def __init__(
-        self, engine: Engine, coder: Coder, backend: Backend, ranks: PassAgreement
+        self,
+        engine: Engine,
+        coder: Coder,
+        backend: Backend,
+        ranks: PassAgreement,
+        *,
+        by_default: bool = False,
     ) -> None:
         """Begin with raw weights.
 
@@ -63,8 +81,11 @@ class PackedChoice:
             coder: Packs and decodes.
             backend: Of the device.
             ranks: Those that gather together, or this one alone.
+            by_default: Whether nobody asked for it.
         """
-        self.reason = f"raw until {_WARM} passes were measured"
+        self.by_default = by_default
+        self._warm = _WARM_DEFAULT if by_default else _WARM
+        self.reason = f"raw until {self._warm} passes were measured"
         # Which has this object.
         self._owner = weakref.ref(engine)
         self._coder = coder
@@ -73,10 +94,10 @@ class PackedChoice:
         self._switch = Switch(engine, coder, backend, ranks)
         self._trial: tuple[float, float] | None = None
         self._link_ms_per_byte = 0.0
-        self._last = 0
-        self._next = _WARM
+        self._next = self._warm
         self._switches = 0
         self._doubts = 0
+        self._asked_back = False
 
     @property
     def _engine(self) -> Engine:
@@ -91,11 +112,11 @@ class PackedChoice:
             DloError: A rank failed or did not come; the offload is closed.
         """
         done = streamer.tape.num_passes
-        if self._engine.pool.busy or self._switches >= _MOST_SWITCHES:
+        if self._engine.pool.busy:
             return
         with torch.inference_mode(False), torch.no_grad():
             if self._ranks.size > 1:
-                if done >= self._next:
+                if done >= self._next and self._switches < _MOST_SWITCHES:
                     self._next = _TIMES * done
                     try:
                         self._look_together(streamer)
@@ -103,19 +124,75 @@ class PackedChoice:
                         # An interrupt, too: the other ranks wait for what this one says.
                         self._engine.pool.fail(error)
                         raise
-            elif self._trial is None:
-                if done >= _WARM:
-                    self._look_together(streamer)
-            elif done - self._last >= _EVERY:
+                return
+            if self._switch.form is not Form.RAW and (why := self._wants_memory(streamer)):
+                self._give_back(why)
+            if self._switches >= _MOST_SWITCHES or done < self._next:
+                return
+            if self._trial is None:
+                self._look_together(streamer)
+            else:
                 self._look(streamer)
+
+    def make_way(self, why: str) -> bool:
+        """Let the weights be raw, and look again after some passes; between two passes.
+
+        All ranks alike; nothing is under way. See [Note: making way].
+
+        Args:
+            why: In words, for ``reason``.
+
+        Returns:
+            Whether they are raw.
+
+        Raises:
+            DloError: It failed half-way where ranks gather; the offload is closed.
+        """
+        if self._ranks.size == 1:
+            # Of every model: the next pass may be of any.
+            done = [streamer.tape.num_passes for streamer in self._engine.streamers]
+            self._next = max(done) + max(self._warm, _EVERY)
+        if self._switch.form is Form.RAW:
+            return True
+        with torch.inference_mode(False), torch.no_grad():
+            return self._give_back(why)
+
+    def stop(self, why: str) -> None:
+        """Leave the form as it is from now on."""
+        self._stay(why)
+
+    def _wants_memory(self, streamer: Streamer) -> str:
+        """Return why the memory that packed weights take is wanted back, if it is."""
+        why = ""
+        if any(each.nests for each in self._engine.streamers):
+            why = _NESTS
+        elif self.by_default and streamer.raised.startswith("OutOfMemoryError"):
+            why = f"a pass ran out of memory: {streamer.raised}"
+        if not why or self._asked_back:
+            return ""
+        self._asked_back = True
+        self._switches = _MOST_SWITCHES
+        return why
+
+    def _give_back(self, why: str) -> bool:
+        """Decode the weights where they lie, and let the memory go; return whether it was done."""
+        self._switches += 1
+        self._stand_still()
+        why_not = self._to(Form.RAW)
+        if why_not is not None:
+            self._stay(why_not)
+            return False
+        self.reason = f"raw: {why}"
+        _logger.info("the weights are %s", self.reason)
+        return True
 
     def _look_together(self, streamer: Streamer) -> None:
         """Compare what the slowest rank takes, and switch; all ranks alike."""
         self._stand_still()
-        why_not = self._try_one() if self._trial is None else None
+        why_not = self._no_room() or (self._try_one() if self._trial is None else None)
         # There is one buffer for the blocks of all models.
         if any(each.nests for each in self._engine.streamers):
-            why_not = "blocks are called inside of others, and there is one buffer to decode into"
+            why_not = _NESTS
         figures = self.figures(streamer) if why_not is None else None
         told = self._ranks.exchange(
             (why_not, figures),
@@ -127,7 +204,7 @@ class PackedChoice:
                 return
         known = [each for _, each in told if each is not None]
         if len(known) == len(told):
-            self._last = streamer.tape.num_passes
+            self._look_later(streamer)
             slowest = Figures.slowest(known)
             if len(told) > 1:
                 mine = range(streamer.first_block, streamer.first_block + len(streamer.names))
@@ -140,8 +217,12 @@ class PackedChoice:
         figures = self.figures(streamer)
         # Else the device is not so far; the next pass will do.
         if figures is not None:
-            self._last = streamer.tape.num_passes
+            self._look_later(streamer)
             self._decide(figures, sure=False)
+
+    def _look_later(self, streamer: Streamer) -> None:
+        if self._ranks.size == 1:
+            self._next = streamer.tape.num_passes + _EVERY
 
     def _decide(self, figures: Figures, *, sure: bool) -> None:
         form = figures.choose(self._switch.form)
@@ -255,9 +336,24 @@ class PackedChoice:
         layouts = self._engine.layouts
         return sum(layouts[number].nbytes for number in numbers if number not in without)
 
+    def _no_room(self) -> str | None:
+        """Return why packing would take memory that the model may want, where nobody asked."""
+        if not self.by_default:
+            return None
+        memory = self._backend.memory()
+        nbytes = max(layout.nbytes for layout in self._engine.layouts)
+        if memory.free >= nbytes + memory.total // _SPARED:
+            return None
+        return (
+            f"the device has {memory.free:,} bytes free, and by default one block's "
+            f"{nbytes:,} are taken only where a tenth of the device is left beside them; "
+            "packed='auto' takes them anyway"
+        )
+
     def _try_one(self) -> str | None:
         """Pack the largest block for trial; return why it cannot be."""
         layouts = self._engine.layouts
+        self._coder.lend(self._switch.spare(self._engine))
         number = max(range(len(layouts)), key=lambda each: layouts[each].nbytes)
         run, cut = self._switch.store.whole(number), self._switch.cut(number)
         try:
@@ -266,8 +362,9 @@ class PackedChoice:
         # Also what a compiler of kernels lacks on this machine, whatever it raises.
         except Exception as error:
             return what_is_missing("pack a block for trial", error)
+        finally:
+            self._coder.release()
         self._trial = nbytes / run.nbytes, decode_ms / run.nbytes
-        self._coder.release()
         return None
 
     def _stay(self, why_not: str) -> None:
@@ -280,13 +377,19 @@ class PackedChoice:
     def _change(self, form: Form, figures: Figures) -> None:
         self._switches += 1
         self._stand_still()
-        why_not = self._switch.to(form, self._engine)
+        why_not = self._to(form)
         if why_not is not None:
             self._stay(why_not)
             return
-        self._coder.release()
         self.reason = f"{form.value}: {figures}"
         _logger.info("the weights are %s", self.reason)
+
+    def _to(self, form: Form) -> str | None:
+        try:
+            return self._switch.to(form, self._engine)
+        finally:
+            # Also when it was interrupted: what was lent must be free before the next fill.
+            self._coder.release()
 
     def _stand_still(self) -> None:
         """Wait until nothing is copied, so that shards may change."""

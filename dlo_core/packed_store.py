@@ -60,6 +60,9 @@ class PackedStore(HostStore):
         self._backend = backend
         self._rank = rank
         self._dirty: tuple[int, torch.Tensor] | None = None
+        # What ``pack`` has written, and the block that it is writing.
+        self._packed: list[int] = []
+        self._torn: int | None = None
         self.nbytes = inner.nbytes
         self.tiers = inner.tiers
         self.part = inner.part
@@ -112,11 +115,29 @@ class PackedStore(HostStore):
                 f"bytes packed, and there is room for {room:,}: shutdown() and offload them, or "
                 "use packed=False"
             ) from error
+        self._torn = index
         for at, part in self._inner.parts(index):
             stop = min(at + part.nbytes, room)
             if at < stop:
                 self._backend.copy(part[: stop - at], row[at:stop])
         self._backend.current_stream().synchronize()
+        self._packed.append(index)
+        # Last: see ``settle``.
+        self._torn = None
+
+    def settle(self) -> list[int]:
+        """After ``pack`` was stopped: write back what it was given, if it had begun to write.
+
+        Returns:
+            The blocks that are packed.
+        """
+        torn, packed = self._torn, list(self._packed)
+        if torn is not None:
+            for at, part in self._inner.parts(torn):
+                self._backend.copy(part, self._coder.uploaded(at + part.nbytes)[at:])
+            self._backend.current_stream().synchronize()
+            packed = [index for index in packed if index != torn]
+        return packed
 
     def put(self, index: int, row: torch.Tensor) -> None:
         """Take the packed row of block ``index`` as it is, in host memory.

@@ -7,7 +7,13 @@ has these in its spill (see [Note: trailer and spill] in ``shard.py``) and tells
 they pack; after they decode, they tell the last rank. So nothing is gathered for the switch.
 
 Nothing is changed until every rank has said that its shards get smaller and that it has the memory.
-What fails later closes the offload on all ranks, for shards are in both forms then.
+What fails later leaves some shards in the one form and some in the other. For a rank alone that is
+a form like any other; where ranks gather it closes the offload on all of them.
+
+[Note: memory for a change]
+A rank alone codes in its own slots, whose fills are forgotten, so all that a change to packed
+weights takes is the buffer in which blocks are decoded from then on. Where ranks gather, a peer may
+still read a slot of this one, so they code in memory of their own.
 """
 
 from __future__ import annotations
@@ -90,6 +96,9 @@ class Switch:
         self._shards = tuple(cut for cut in engine.shards if isinstance(cut, ShardPlan))
         self._staying = tuple(streamer.residents.numbers for streamer in engine.streamers)
         self._orders: list[tuple[int, ...]] = []
+        # Blocks that a change has decoded, and the one that it is writing, with its bytes.
+        self._decoded: list[int] = []
+        self._torn: tuple[int, torch.Tensor] | None = None
         self.form = Form.RAW
 
     @property
@@ -110,10 +119,11 @@ class Switch:
         """Change the form; all ranks alike, and nothing is under way.
 
         Returns:
-            Why it cannot be, the same on every rank; then nothing was changed.
+            Why it cannot be, the same on every rank, and nothing was changed; or, on a rank alone,
+            why it stopped half-way, and ``form`` says whether any block is packed now.
 
         Raises:
-            DloError: It failed half-way; the offload is closed.
+            DloError: It failed half-way where ranks gather; the offload is closed.
         """
         packed = {n for n, cut in enumerate(engine.shards) if isinstance(cut, PackedCut)}
         numbers = range(len(self._shards))
@@ -125,6 +135,7 @@ class Switch:
             self.form = form
             return None
         cuts: Cuts = [self._shards[n] if n in less else engine.shards[n] for n in numbers]
+        self._coder.lend(self.spare(engine))
         displaced = self._tell_displaced(more)
         why_not = self._measure(engine, more, displaced, cuts)
         if why_not is not None:
@@ -133,31 +144,81 @@ class Switch:
         why_not = self._take(home, more or less, engine, cuts, packs=bool(more))
         if why_not is not None:
             return why_not
-        store = self._store
-        if wanted:
-            store = PackedStore(
-                store,
-                self._coder,
-                engine.layouts,
-                cuts,
-                backend=self._backend,
-                rank=self._ranks.rank,
-            )
+        store = self._stored(engine, cuts)
+        if self.form is not Form.ALL:
+            self._orders = [streamer.tape.order for streamer in engine.streamers]
+        self._decoded, self._torn = [], None
         try:
             self._in_place(engine, store, more, less, displaced)
-            if self.form is not Form.ALL:
-                self._orders = [streamer.tape.order for streamer in engine.streamers]
+        except BaseException as error:
+            # An interrupt, too: some shards are in the one form and some in the other.
+            if self._ranks.size > 1 or not self._settle(
+                engine, store, cuts, home[0] or engine.pool.decoded
+            ):
+                engine.mixed = True
+                engine.pool.fail(error)
+                raise
+            if not isinstance(error, Exception):
+                raise
+            return f"{_WHAT} stopped half-way: {text_of(error)}"
+        try:
             orders = self._orders
             if form is Form.ALL:
                 orders = self._without_residents(engine, cuts)
             engine.change_form(store, cuts, home[0], orders)
         except BaseException as error:
-            # An interrupt, too: some shards are in the one form and some in the other.
+            # An interrupt, too: what travels may be known in one place and not in another.
             engine.mixed = True
             engine.pool.fail(error)
             raise
         self.form = form
         return None
+
+    def _stored(self, engine: Engine, cuts: Cuts) -> HostStore:
+        """Return the store of shards that are cut like this."""
+        if not any(isinstance(cut, PackedCut) for cut in cuts):
+            return self._store
+        return PackedStore(
+            self._store,
+            self._coder,
+            engine.layouts,
+            cuts,
+            backend=self._backend,
+            rank=self._ranks.rank,
+        )
+
+    def _settle(self, engine: Engine, store: HostStore, cuts: Cuts, home: Slot | None) -> bool:
+        """After a change that stopped half-way: let each block be in the form that it has.
+
+        Returns:
+            Whether that is known.
+        """
+        try:
+            # What coding has queued writes the slots, too.
+            self._backend.synchronize()
+            changed = set(store.settle()) if isinstance(store, PackedStore) else set()
+            if self._torn is not None:
+                self._store.write(self._torn[0], 0, self._torn[1])
+                changed.add(self._torn[0])
+            changed.update(self._decoded)
+            known = [cuts[n] if n in changed else cut for n, cut in enumerate(engine.shards)]
+            packed = any(isinstance(cut, PackedCut) for cut in known)
+            # Those that came to stay stream again: decoded they have no room.
+            engine.change_form(
+                self._stored(engine, known), known, home if packed else None, self._orders
+            )
+        # The device may be lost, or a second interrupt come.
+        except BaseException:
+            return False
+        self.form = Form.PACKED if packed else Form.RAW
+        return True
+
+    def spare(self, engine: Engine) -> list[torch.Tensor]:
+        """Return the slots' buffers, which are free: [Note: memory for a change]."""
+        if self._ranks.size > 1:
+            return []
+        engine.pool.owner.forget()
+        return [slot.buffer for slot in engine.pool.slots]
 
     # --- before anything is changed ---------------------------------------------------------------
 
@@ -231,10 +292,13 @@ class Switch:
         rows = [cuts[n] if packs else engine.shards[n] for n in numbers]
         try:
             largest = max(self._shards[n].nbytes for n in numbers)
-            self._coder.reserve(largest, max(row.nbytes for row in rows), packs=packs)
             if packs and home[0] is None:
                 nbytes = max(shard.padded_nbytes for shard in self._shards)
-                home[0] = Slot.new(self._backend, -1, self._backend.empty(nbytes))
+                made = home[0] = Slot.new(self._backend, -1, self._backend.empty(nbytes))
+                if self._ranks.size == 1:
+                    # As the slots: nothing is decoded there before the change is over.
+                    self._coder.lend([*self.spare(engine), made.buffer])
+            self._coder.reserve(largest, max(row.nbytes for row in rows), packs=packs)
         # As for the trial; every rank must hear of it.
         except Exception as error:
             problem = what_is_missing(
@@ -294,9 +358,12 @@ class Switch:
             trailer = self._store.whole(number)[stop - TRAILER_NBYTES : stop].clone()
             run = engine.store.whole(number)[: shard.nbytes]
             displaced.append(_bytes(run[-TRAILER_NBYTES:]))
+            self._torn = number, run
             self._store.write(number, 0, run)
             if shard.size > 1:
                 self._store.write(number, shard.nbytes - TRAILER_NBYTES, trailer)
+            self._decoded.append(number)
+            self._torn = None
         return displaced
 
     def _put_displaced(self, numbers: Sequence[int], told: Sequence[Sequence[bytes]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dlo_core.slicing import Slicing
     from dlo_core.transforms import Transforms
 
-__all__ = ["Loading", "ModelPlan", "plan_model"]
+__all__ = ["Loading", "ModelPlan", "plan_model", "with_layouts"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,8 +182,20 @@ def plan_model(
     )
 
 
+def with_layouts(plan: ModelPlan, layouts: Sequence[BlockLayout], *, alignment: int) -> ModelPlan:
+    """Return a raw plan of one rank whose blocks lie otherwise.
+
+    Args:
+        plan: The plan.
+        layouts: Of its blocks.
+        alignment: Of the shards, in bytes.
+    """
+    shards = tuple(ShardPlan.cut(layout.nbytes, 1, alignment) for layout in layouts)
+    return replace(plan, layouts=tuple(layouts), shards=shards)
+
+
 def _cuts(
-    layouts: Sequence[BlockLayout], size: int, alignment: int, *, packed: bool | str
+    layouts: Sequence[BlockLayout], size: int, alignment: int, *, packed: bool | str | None
 ) -> tuple[ShardPlan | PackedCut, ...]:
     if packed == "auto":
         # Raw shards that a rank can pack by itself later: they begin and end at a chunk.

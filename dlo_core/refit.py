@@ -184,6 +184,10 @@ class Refit:
         return tuple(told.unknown)
 
     def _stand_still(self) -> None:
+        choice = self._engine.choice
+        if choice is not None:
+            # New values may not fit where the old ones lie packed.
+            self._streamer.guarded(choice.make_way, "the weights were updated")
         owner = self._engine.pool.owner
         if owner.open:
             # So that every rank has queued the same fills, which are about to be waited for.

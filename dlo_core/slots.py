@@ -37,7 +37,7 @@ class Slot:
         bound: How many calls of a block use it now.
         stays: Whether it belongs to one block, which stays in it.
         turn: How often it was filled.
-        raw: Whether its block computes in it even where others are decoded first.
+        raw: Whether what it holds computes in it, even where other blocks are decoded first.
     """
 
     index: int
@@ -119,6 +119,7 @@ class Pool:
         stages: Two or none.
         residents: The slots of the blocks that stay, by block number; one without bytes is dropped.
         decoded: Where blocks that travel packed compute; None where they compute in their slots.
+        nested: The same for those that are called inside of others.
         owner: The tape whose fills they hold now.
         lock: Held by the thread that is inside a pass.
         failure: What closed the pool for good, if anything did.
@@ -132,6 +133,7 @@ class Pool:
     stages: tuple[Stage, ...] = ()
     residents: dict[int, Slot] = field(default_factory=dict)
     decoded: Slot | None = None
+    nested: tuple[Slot, ...] = ()
     owner: Any = None
     failure: BaseException | None = None
     spoiled: bool = False
@@ -184,7 +186,10 @@ class Pool:
         slots = tuple(slot.twin(backend) for slot in self.slots)
         residents = {number: slot.twin(backend) for number, slot in self.residents.items()}
         home = None if self.decoded is None else self.decoded.twin(backend)
-        return Pool(slots, residents=residents, decoded=home, torn=self.torn, lock=self.lock)
+        nested = tuple(each.twin(backend) for each in self.nested)
+        return Pool(
+            slots, residents=residents, decoded=home, nested=nested, torn=self.torn, lock=self.lock
+        )
 
     @property
     def busy(self) -> bool:
@@ -193,10 +198,15 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots and stages that blocks stream through, and of the decoded block."""
+        """Bytes of all slots and stages that blocks stream through, and of decoded blocks."""
         buffers = [part.buffer for part in self.slots] + [part.buffer for part in self.stages]
-        buffers += [self.decoded.buffer] if self.decoded is not None else []
+        buffers += [home.buffer for home in self.homes]
         return sum(buffer.nbytes for buffer in buffers)
+
+    @property
+    def homes(self) -> tuple[Slot, ...]:
+        """Where blocks that travel packed compute, one behind the other while they are nested."""
+        return () if self.decoded is None else (self.decoded, *self.nested)
 
     @property
     def residents_nbytes(self) -> int:
@@ -215,4 +225,5 @@ class Pool:
         self.stages = ()
         self.residents = {}
         self.decoded = None
+        self.nested = ()
         self.owner = None

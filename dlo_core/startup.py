@@ -28,6 +28,7 @@ from dlo_core.loader import measure_packed
 from dlo_core.machine import Machine
 from dlo_core.packed_choice import PackedChoice
 from dlo_core.packed_cut import PackedCut
+from dlo_core.packed_default import OWN_TIERS, may_choose, ready_to_pack
 from dlo_core.pass_agreement import PassAgreement
 from dlo_core.plan import ModelPlan, plan_model
 from dlo_core.samples import files_of, own_values, sample_stored, sample_values
@@ -89,6 +90,10 @@ class Startup:
         self._config = config
         self._backend = backend
         self._agreement = agreement
+        # See [Note: by default] in packed_default.py.
+        self._by_default = may_choose(config, backend, gathers=self.gathers)
+        if config.packed is None:
+            self._config = replace(config, packed=False)
 
     @property
     def gathers(self) -> bool:
@@ -119,6 +124,8 @@ class Startup:
             if problem is None:
                 check_means(self._config, self._backend, gathers=self.gathers)
                 self._plan(request, plans)
+                if self._by_default:
+                    self._get_ready_to_pack(plans)
                 facts, samples = self._facts(plans, request.salvage)
                 files = [samples[name] for name in _files(plans)] if self.gathers else []
                 if self._config.packed is not True:
@@ -145,6 +152,20 @@ class Startup:
                 if plan.checkpoint is not None:
                     plan.checkpoint.close()
             raise
+
+    @property
+    def _host_config(self) -> OffloadConfig:
+        """The settings that decide on host memory: a default takes no tier away."""
+        return replace(self._config, packed=False) if self._by_default else self._config
+
+    def _get_ready_to_pack(self, plans: list[ModelPlan]) -> None:
+        """Choose by default, where there is something to choose."""
+        ready = ready_to_pack(plans, self._backend.capabilities.alignment)
+        if ready is None:
+            self._by_default = False
+        else:
+            plans[:] = ready
+            self._config = replace(self._config, packed="auto")
 
     def _compare_files(self, plans: Sequence[ModelPlan], mine: list[str]) -> None:
         """Refuse ranks that would read other values: by the files, or else by a sample of them.
@@ -260,7 +281,7 @@ class Startup:
         for plan in plans:
             digest.update(plan.digest())
         wish = make_wish(
-            self._config,
+            self._host_config,
             self._backend,
             plans,
             rank=self._agreement.rank,
@@ -362,11 +383,15 @@ class Startup:
         self, made: _Made, plans: Sequence[ModelPlan], decision: _Decision, progress: Progress
     ) -> Footprint:
         """Make the store and the engine, which reads; return what they take."""
+        if self._by_default and made.allotment.tier not in OWN_TIERS:
+            self._config, self._by_default = self._host_config, False
+            footprint = predict(plans, self._config, decision.residents)
+            decision = replace(decision, footprint=footprint)
         kept = made.kept = decision.kept
         made.store = (
             make_store(
                 made.allotment,
-                self._config,
+                self._host_config,
                 self._backend,
                 plans,
                 rank=made.collective.rank,
@@ -389,13 +414,17 @@ class Startup:
             samples=decision.samples,
             kept=kept,
             shares=made.allotment.shares,
+            restocks=self._config.packed == "auto" and not self._by_default,
         )
         made.engine.prepare(self._agreement)
         if self._config.packed == "auto":
             coder = Coder(self._backend, verify=self._config.verify_packed)
             ranks = self._agreement if self.gathers else LoneAgreement()
             passes = PassAgreement(ranks, made.engine.pool, self._config.timeout_s)
-            made.engine.let_choose(PackedChoice(made.engine, coder, self._backend, passes))
+            choice = PackedChoice(
+                made.engine, coder, self._backend, passes, by_default=self._by_default
+            )
+            made.engine.let_choose(choice)
         if made.allotment.note:
             warnings.warn(made.allotment.note, DloWarning, stacklevel=2)
         return _with_host(decision, made)

@@ -79,7 +79,7 @@ class Stats:
         packed_ratio: Bytes of the packed blocks as they travel to those that they compute from;
             None where none is packed.
         decode_ms: Milliseconds that decoding took in that pass.
-        packed_reason: With ``packed="auto"``, what was chosen and why.
+        packed_reason: With ``packed="auto"``, or None where it means that, what was chosen and why.
     """
 
     device_bytes: int

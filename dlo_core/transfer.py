@@ -15,10 +15,11 @@ memory may be what a computation used last, so the load first records slot.drain
 stream. Nothing writes the slot while it is read, so each stream waits for slot.filled once a load.
 
 A block that travels packed is decoded by the stream that computes, right before: into the one
-buffer where all blocks compute, which is their *home*. So the slot is drained as soon as this is
-done, and the home has one event, drained, recorded behind each computation; another stream waits
-for it before it decodes or computes there. One that computes from what another stream has decoded
-waits for that, too: for the slot's drained, which is recorded right behind it.
+buffer where all blocks compute, which is their *home*; a block that is called inside of another one
+has a home of its own. So the slot is drained as soon as this is done, and the home has one event,
+drained, recorded behind each computation; another stream waits for it before it decodes or computes
+there. One that computes from what another stream has decoded waits for that, too: for the slot's
+drained, which is recorded right behind it.
 
 A pass that is captured as a graph runs over other events: see [Note: a captured pass] in
 ``capture.py``. Outside of it *drained* stands for the whole graph.
@@ -61,6 +62,7 @@ import torch
 from dlo_core.errors import UseError
 from dlo_core.feed import DirectFeed
 from dlo_core.shard import TRAILER_NBYTES, ShardPlan, trailer
+from dlo_core.slots import Slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -68,7 +70,7 @@ if TYPE_CHECKING:
     from dlo_core.feed import Feed, Part
     from dlo_core.interface import Backend, Codec, Collective, Event, Stream
     from dlo_core.packed_cut import PackedCut
-    from dlo_core.slots import Pool, Slot, Stage
+    from dlo_core.slots import Pool, Stage
 
 __all__ = [
     "BlockTimes",
@@ -122,6 +124,7 @@ class TravellingBlock:
             gathered.
         times: Its timing events.
         parts: The shard as places in it and the bytes that lie there.
+        raw: Whether it travels as it computes.
     """
 
     plan: ShardPlan | PackedCut
@@ -129,10 +132,12 @@ class TravellingBlock:
     expected: torch.Tensor | None
     times: BlockTimes
     parts: Sequence[Part] = field(init=False)
+    raw: bool = field(init=False)
 
     def __post_init__(self) -> None:
         whole = isinstance(self.shard, torch.Tensor)
         object.__setattr__(self, "parts", ((0, self.shard),) if whole else self.shard)
+        object.__setattr__(self, "raw", isinstance(self.plan, ShardPlan))
 
 
 class Unpack(Protocol):
@@ -188,21 +193,32 @@ class UnpackEach:
 
 
 class DecodedHome:
-    """The one buffer in which blocks that travel packed are decoded and compute."""
+    """The buffers in which blocks that travel packed are decoded and compute.
 
-    def __init__(self, pool: Pool, codec: Codec) -> None:
+    There is one, and one more for each block that is called inside of another one: those are
+    allocated when they are wanted first.
+    """
+
+    def __init__(self, pool: Pool, codec: Codec, backend: Backend) -> None:
         """Take the parts.
 
         Args:
-            pool: Has the buffer.
+            pool: Has the buffers.
             codec: Of the device.
+            backend: Allocates.
         """
         assert pool.decoded is not None
-        self.slot = pool.decoded
         self._pool = pool
         self._codec = codec
-        self._held: tuple[int, int] | None = None
-        self._decoder: Stream | None = None
+        self._backend = backend
+        # By the buffer: the slot and turn that it holds, and the stream that decoded it.
+        self._held: dict[int, tuple[tuple[int, int], Stream]] = {}
+        # By the slot: where its block is decoded.
+        self._of: dict[int, Slot] = {}
+
+    def of(self, slot: Slot) -> Slot:
+        """Return where the block in ``slot`` computes, which has entered."""
+        return self._of[slot.index]
 
     def enter(self, stream: Stream, slot: Slot, block: TravellingBlock, *, timed: bool) -> None:
         """Queue the decoding on the current ``stream``, unless it is what the buffer holds.
@@ -214,57 +230,95 @@ class DecodedHome:
             timed: Whether its times are kept.
 
         Raises:
-            UseError: Another block computes now.
+            UseError: The block is called inside of another one, and there is no memory for it.
         """
-        others = (*self._pool.slots, *self._pool.residents.values())
-        if any(other.bound for other in others if other is not slot):
-            raise UseError(
-                "a block was called inside of another one, but packed weights are decoded for one "
-                "block at a time; use packed=False"
-            )
-        self._wait(stream)
+        home = self._choose(slot)
+        self._wait(home, stream)
         if timed:
             stream.record_event(block.times.wait_end)
-        if self._held != (slot.index, slot.turn):
-            plan, home = block.plan, self.slot
+        holds, decoder = self._held.get(home.index, (None, None))
+        if holds != (slot.index, slot.turn):
+            plan = block.plan
             assert not isinstance(plan, ShardPlan)
             rows = slot.buffer[: plan.padded_nbytes].view(plan.size, plan.nbytes)
-            self._held = None
+            self._held.pop(home.index, None)
+            if slot.reader is not None and slot.reader != stream:
+                # It was decoded elsewhere, too, when it was called inside of another one.
+                stream.wait_event(slot.drained)
             self._codec.decode(rows, home.buffer[: plan.decoded_nbytes])
-            self._held = slot.index, slot.turn
+            self._held[home.index] = (slot.index, slot.turn), stream
             # See [Note: two events].
             stream.record_event(slot.drained)
-            slot.reader = self._decoder = stream
-        elif self._decoder != stream:
+            slot.reader = stream
+        elif decoder != stream:
             # The block may have been called inside of itself, so that nobody has left.
             stream.wait_event(slot.drained)
         if timed:
             stream.record_event(block.times.decode_end)
 
-    def _wait(self, stream: Stream) -> None:
+    def _choose(self, slot: Slot) -> Slot:
+        """Return the buffer for the block in ``slot``: the first in which no other one computes."""
+        known = self._of.get(slot.index)
+        others = (*self._pool.slots, *self._pool.residents.values())
+        taken = [other for other in others if other.bound and other is not slot and not other.raw]
+        if not taken:
+            home = self._pool.homes[0]
+        elif slot.bound > 1 and known is not None:
+            # It is called inside of itself.
+            return known
+        else:
+            used = [self._of.get(other.index) for other in taken]
+            free = (each for each in self._pool.homes if each not in used)
+            home = next(free, None) or self._add()
+        self._of[slot.index] = home
+        return home
+
+    def _add(self) -> Slot:
+        nbytes = self._pool.homes[0].buffer.nbytes
+        problem: object = "a graph is recorded, which holds no allocation of dlo's own"
+        if not self._backend.recording():
+            try:
+                home = Slot.new(
+                    self._backend, -1 - len(self._pool.homes), self._backend.empty(nbytes)
+                )
+                self._pool.nested = (*self._pool.nested, home)
+                return home
+            # Not every device's allocator has the error of its own.
+            except RuntimeError as error:
+                problem = error
+        raise UseError(
+            "a block was called inside of another one, which takes another buffer of "
+            f"{nbytes:,} bytes where weights travel packed; it cannot be had: {problem}; use "
+            "packed=False, or free device memory"
+        )
+
+    def _wait(self, home: Slot, stream: Stream) -> None:
         # See [Note: two events].
-        home = self.slot
         if home.reader is not None and home.reader != stream:
             stream.wait_event(home.drained)
 
     def twin(self, pool: Pool) -> DecodedHome:
         """Return the home of the blocks in ``pool``; it holds nothing."""
-        return DecodedHome(pool, self._codec)
+        return DecodedHome(pool, self._codec, self._backend)
 
     def before_graph(self, stream: Stream) -> None:
-        """Let ``stream`` wait for the buffer: a graph that holds a pass comes next."""
-        self._wait(stream)
+        """Let ``stream`` wait for the buffers: a graph that holds a pass comes next."""
+        for home in self._pool.homes:
+            self._wait(home, stream)
 
     def after_graph(self, stream: Stream) -> None:
-        """Say that the graph on ``stream`` is the last to use the buffer."""
-        self._held = None
-        self.leave(stream)
+        """Say that the graph on ``stream`` is the last to use the buffers."""
+        self._held.clear()
+        for home in self._pool.homes:
+            self._leave(home, stream)
 
-    def leave(self, stream: Stream) -> None:
-        """Record that the work of ``stream`` so far is the last that uses the buffer."""
+    def leave(self, stream: Stream, slot: Slot) -> None:
+        """Record that the work of ``stream`` so far is the last that uses the block's buffer."""
+        self._leave(self._of[slot.index], stream)
+
+    def _leave(self, home: Slot, stream: Stream) -> None:
         # See [Note: two events]. The block may have been called inside of itself, elsewhere.
-        self._wait(stream)
-        home = self.slot
+        self._wait(home, stream)
         stream.record_event(home.drained)
         home.reader = stream
 
@@ -381,7 +435,7 @@ class Transfer(ABC):
     def home(self, slot: Slot) -> Slot:
         """Return what the block in ``slot`` computes from, once it is acquired."""
         home = self._home_of(slot)
-        return slot if home is None else home.slot
+        return slot if home is None else home.of(slot)
 
     def _home_of(self, slot: Slot) -> DecodedHome | None:
         return None if slot.raw else self._home
@@ -397,8 +451,8 @@ class Transfer(ABC):
             times.waited = True
             stream.record_event(times.wait_start)
         stream.wait_event(slot.filled)
-        if self._home is not None:
-            self._home.enter(stream, slot, self._blocks[block], timed=timed)
+        if (home := self._home_of(slot)) is not None:
+            home.enter(stream, slot, self._blocks[block], timed=timed)
             return
         self._wait_for_reader(slot, stream)
         if timed:
@@ -415,7 +469,7 @@ class Transfer(ABC):
         # See [Note: two events].
         stream = self._backend.current_stream()
         if (home := self._home_of(slot)) is not None:
-            home.leave(stream)
+            home.leave(stream, slot)
         elif not slot.stays:
             # The block may have been called inside of itself, on another stream.
             self._wait_for_reader(slot, stream)
@@ -570,9 +624,10 @@ class LocalTransfer(Transfer):
     def _bring(self, slot: Slot, block: int) -> None:
         # See [Note: one event for both].
         slot.filled = filled = self._ends_of(slot, block)[0]
+        travelling = self._blocks[block]
+        slot.raw = travelling.raw
         if self._direct:
             # What the feed would do, at once.
-            travelling = self._blocks[block]
             self.copied_nbytes += travelling.plan.nbytes
             self._fill_copy(slot, filled, self._times(block), travelling.parts)
             return
@@ -693,6 +748,7 @@ class GatheringTransfer(Transfer):
 
     def _finish(self, slot: Slot, block: int) -> None:
         travelling = self._blocks[block]
+        slot.raw = travelling.raw
         self._unpack(slot, travelling)
         # See [Note: one event for both].
         slot.filled = filled = self._ends_of(slot, block)[0]

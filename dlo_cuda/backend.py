@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,10 @@ class CudaBackend(AcceleratorBackend):
             return
         for start, stop in pairwise((0, *cuts, len(src))):
             super().copy(dst[start:stop], src[start:stop])
+
+    def has_codec(self) -> bool:
+        """Return whether there is Triton."""
+        return find_spec("triton") is not None
 
     def codec(self) -> Codec | None:
         """Return the codec in Triton, which comes with torch; None where it does not."""

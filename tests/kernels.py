@@ -52,9 +52,13 @@ class Program(nn.Module):
 
 
 class InnerCalls:
-    """A run in which a block is called inside of itself, on another stream, with a recorder."""
+    """A run in which a block is called inside of one, on another stream, with a recorder.
 
-    def __init__(self, mode: str = "late", **settings: Any) -> None:
+    It is that block itself, or ``inner``.
+    """
+
+    def __init__(self, mode: str = "late", *, inner: int = 1, **settings: Any) -> None:
+        self._inner = inner
         self._world = World(1, mode)
         self._settings = settings
         self._recorder = Recorder()
@@ -74,17 +78,17 @@ class InnerCalls:
         inner: list[torch.Tensor] = []
         x, y = torch.randn(2, 8), torch.randn(2, 8)
 
-        def call_again(block: nn.Module, _: tuple[torch.Tensor]) -> None:
+        def call_again(*_: Any) -> None:
             if backend.current_stream() != other:
                 with backend.stream(other):
-                    inner.append(block(y))
+                    inner.append(model.blocks[self._inner](y))
 
         model.get_submodule("blocks.1").register_forward_pre_hook(call_again)
         with backend.compute():
             outs = [model(x), model(x)]
         backend.synchronize()
         assert [torch.equal(out, resident(x)) for out in outs] == [True, True]
-        wanted = resident.get_submodule("blocks.1")(y)
+        wanted = resident.blocks[self._inner](y)
         assert [torch.equal(out, wanted) for out in inner] == [True, True]
 
     @property

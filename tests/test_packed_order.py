@@ -157,12 +157,18 @@ def test_without_any_one_wait_or_record_there_is_a_race(
         monkeypatch.setattr(engine_module, name, getattr(module, name))
     runs: list[Run | InnerCalls] = [Run(mode=mode, packed=True) for mode in MODES]
     runs.append(Run(build=lambda: make_toy(3), several_streams=True, packed=True))
-    runs.append(InnerCalls(packed=True))
+    runs += [InnerCalls(packed=True), InnerCalls(inner=2, packed=True)]
     assert "race" in caught_by(runs)
 
 
 def test_every_wait_and_record_of_packed_weights_is_listed() -> None:
-    assert len(SITES) == 4
+    assert len(SITES) == 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_block_inside_of_another_one_on_another_stream_has_no_race(mode: str) -> None:
+    for inner in (1, 2):
+        assert InnerCalls(mode, inner=inner, packed=True)().races == []
 
 
 def test_a_block_that_could_not_be_bound_leaves_its_home_in_order() -> None:

@@ -172,9 +172,9 @@ def measure_streamed(member: Member, job: BenchJob) -> StreamedRank:
 
 
 def _with_times(job: BenchJob) -> dict[str, Any]:
-    """Return the settings, by default such that a pass of every length keeps its times."""
+    """Return the settings; by default a pass of every length keeps its times, and all are raw."""
     every = min(dlo.OffloadConfig().time_every, job.num_warm + job.num_passes)
-    return {"time_every": every} | job.settings
+    return {"time_every": every, "packed": False} | job.settings
 
 
 def _ring_nbytes(footprint: Footprint) -> int:

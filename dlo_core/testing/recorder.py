@@ -127,8 +127,8 @@ class Recorder:
         self._offload = offload
         for slot in engine.pool.slots:
             self._name(slot.buffer, f"slot {slot.index}", slot)
-        if engine.pool.decoded is not None:
-            self._name(engine.pool.decoded.buffer, _HOME, engine.pool.decoded)
+        for home in engine.pool.homes:
+            self._name(home.buffer, _HOME, home)
         for stage in engine.pool.stages:
             self._name(stage.buffer, f"stage {stage.index}", stage)
         for run in engine.store.runs:
@@ -233,9 +233,9 @@ class Recorder:
     def _look_among_residents(self, storage: int) -> None:
         """Name the buffer of a block that stays, which may be loaded anew, or a new home."""
         engine = None if self._offload is None else self._offload.engine
-        home = None if engine is None else engine.pool.decoded
-        if home is not None and storage_of(home.buffer) == storage:
-            self._buffers[storage] = (_HOME, home)
+        for home in () if engine is None else engine.pool.homes:
+            if storage_of(home.buffer) == storage:
+                self._buffers[storage] = (_HOME, home)
         residents = {} if engine is None else engine.pool.residents
         for number, slot in residents.items():
             if slot.buffer.nbytes and storage_of(slot.buffer) == storage:
