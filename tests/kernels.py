@@ -81,14 +81,14 @@ class InnerCalls:
         def call_again(*_: Any) -> None:
             if backend.current_stream() != other:
                 with backend.stream(other):
-                    inner.append(model.blocks[self._inner](y))
+                    inner.append(model.get_submodule(f"blocks.{self._inner}")(y))
 
         model.get_submodule("blocks.1").register_forward_pre_hook(call_again)
         with backend.compute():
             outs = [model(x), model(x)]
         backend.synchronize()
         assert [torch.equal(out, resident(x)) for out in outs] == [True, True]
-        wanted = resident.blocks[self._inner](y)
+        wanted = resident.get_submodule(f"blocks.{self._inner}")(y)
         assert [torch.equal(out, wanted) for out in inner] == [True, True]
 
     @property
