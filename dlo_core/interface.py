@@ -452,6 +452,13 @@ class Backend(ABC):
         """Return whether work of the current stream is recorded, by ``capture`` or anybody else."""
         return False
 
+    def may_wait(self) -> bool:
+        """Return whether the host may wait for the device where nobody asked for it.
+
+        False where it is told to report or to refuse such waits, in order to find them.
+        """
+        return True
+
     def settings(self) -> Mapping[str, str]:
         """Return what of this environment decides speed or memory, for ``dlo info``.
 

@@ -112,7 +112,7 @@ class PackedChoice:
             DloError: A rank failed or did not come; the offload is closed.
         """
         done = streamer.tape.num_passes
-        if self._engine.pool.busy:
+        if self._engine.pool.busy or (self.by_default and not self._backend.may_wait()):
             return
         with torch.inference_mode(False), torch.no_grad():
             if self._ranks.size > 1:

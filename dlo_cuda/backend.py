@@ -155,6 +155,10 @@ class CudaBackend(AcceleratorBackend):
         """Return whether the current stream is captured."""
         return torch.cuda.is_current_stream_capturing()
 
+    def may_wait(self) -> bool:
+        """Return whether torch's debug mode of synchronisations is off."""
+        return torch.cuda.get_sync_debug_mode() == 0
+
     def settings(self) -> Mapping[str, str]:
         """Return versions, and what the environment says of memory, queues and NCCL."""
         return describe(exact=self._slabs is not None)

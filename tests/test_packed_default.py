@@ -284,6 +284,17 @@ def test_a_device_that_is_nearly_full_is_left_alone(monkeypatch: pytest.MonkeyPa
         assert "only where a tenth of the device is left" in (stats.packed_reason or "")
 
 
+def test_nothing_waits_where_waits_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under ``torch.cuda.set_sync_debug_mode()``."""
+    model = Model(4)
+    resident = twin(model)
+    with dlo.offload(model, device="cpu") as offloaded, torch.inference_mode():
+        for number in range(12):
+            monkeypatch.setattr(CpuBackend, "may_wait", lambda _, may=number > 8: may)
+            assert torch.equal(model(data(number)), resident(data(number)))
+            assert (offloaded.stats().packed_ratio is not None) == (number > 8)
+
+
 def test_blocks_that_stay_lie_as_if_nobody_chose() -> None:
     for packed in (None, False):
         model = Model(6)
