@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     import torch
     from checks import Findings, Options
 
-__all__ = ["Beside", "Rows", "turns"]
+    from dlo_core.interface import Backend
 
-_ROUNDS = 5
+__all__ = ["Beside", "Rows", "streamed_bytes", "turns"]
+
+_ROUNDS = 6
 _LIMITS = {4096: 1.015, 10240: 1.025}
 
 
@@ -45,7 +47,7 @@ def turns(options: Options, found: Findings) -> None:
             offloaded = dlo.offload(
                 model, device=options.device, resident_layers=count, packed=False
             )
-            beside = Beside(resident, streamed_bytes(offloaded), device)
+            beside = Beside(resident, streamed_bytes(offloaded), offloaded.backend)
             for tokens, limit in _LIMITS.items():
                 args = inputs(shape, tokens // (128 if options.small else 1), device)
                 replay = offloaded.capture(model, *args)
@@ -77,37 +79,33 @@ class Beside:
     """
 
     def __init__(
-        self, model: Callable[..., Any], sources: Sequence[torch.Tensor], device: torch.device
+        self, model: Callable[..., Any], sources: Sequence[torch.Tensor], backend: Backend
     ) -> None:
         """Make two buffers and a stream.
 
         Args:
             model: The resident model.
             sources: Bytes in pinned memory, a tensor for each copy.
-            device: Of the model.
+            backend: Copies them, and knows where one must be cut.
         """
-        import torch
-
         self._model = model
         self._sources = sources
+        self._backend = backend
         most = max(each.numel() for each in sources)
-        with torch.inference_mode(False):
-            self._buffers = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._side = torch.cuda.Stream(device)
-        self._began, self._ended = torch.cuda.Event(), torch.cuda.Event()
+        self._buffers = [backend.empty(most) for _ in range(2)]
+        self._side = backend.new_stream()
+        self._began, self._ended = backend.new_event(), backend.new_event()
 
     def __call__(self, *args: Any) -> Any:
         """Queue a pass and its copies, behind those before."""
-        import torch
-
-        current = torch.cuda.current_stream()
+        current, side = self._backend.current_stream(), self._side
         current.wait_event(self._ended)
         current.record_event(self._began)
-        with torch.cuda.stream(self._side):
-            self._side.wait_event(self._began)
+        with self._backend.stream(side):
+            side.wait_event(self._began)
             for buffer, source in zip(cycle(self._buffers), self._sources):
-                buffer[: source.numel()].copy_(source, non_blocking=True)
-            self._side.record_event(self._ended)
+                self._backend.copy(buffer[: source.numel()], source)
+            side.record_event(self._ended)
         return self._model(*args)
 
 
