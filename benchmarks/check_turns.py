@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Beside", "Rows", "streamed_bytes", "turns"]
 
-_ROUNDS = 6
+_ROUNDS = 8
 _LIMITS = {4096: 1.015, 10240: 1.025}
 
 
