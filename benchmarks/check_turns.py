@@ -1,4 +1,11 @@
-"""Turns: resident blocks, the resident model and the link, one after the other, again and again."""
+"""Turns: resident blocks, the resident model and the link, one after the other, again and again.
+
+[Note: places in a round]
+A device that has rested for a moment is fast, then too warm, then settles: on an H200 whoever came
+first in a round was 2 per cent faster than its own mean, whoever came third 3 per cent slower. So
+each contender is equally often in each place, and means over all rounds are compared; the ratio of
+two steps of one round compares places.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Beside", "Rows", "streamed_bytes", "turns"]
 
+# A multiple of the number of contenders: see [Note: places in a round].
 _ROUNDS = 8
 _LIMITS = {4096: 1.015, 10240: 1.025}
 
@@ -25,7 +33,7 @@ def turns(options: Options, found: Findings) -> None:
     """Keep 10, 20 and 28 of 40 blocks: passes, and replays of a captured pass, at two lengths.
 
     Machines change their speed by a percent within minutes, so here each figure is of steps that
-    took turns with those that it is compared with.
+    took turns with those that it is compared with. See [Note: places in a round].
     """
     options.need_cuda()
     import torch
@@ -62,7 +70,7 @@ def turns(options: Options, found: Findings) -> None:
                 found.note(**{f"ms; {count}, {tokens}": rows.ms})
                 found.note(**{f"ratios; {count}, {tokens}": rows.ratios()})
                 for name in ("pass", "replay"):
-                    what = f"{name} / limit of its round, {count} residents, {tokens} tokens"
+                    what = f"{name} / limit, {count} residents, {tokens} tokens"
                     found.at_most(what, rows.of_limit(name), 1000.0 if options.small else limit)
             # It has the pinned bytes.
             del replay, beside, calls
@@ -146,14 +154,15 @@ class Rows:
             self.ms.setdefault(name, []).append(value)
 
     def of_limit(self, name: str) -> float:
-        """Return the median of the steps as multiples of the limits of their rounds."""
-        limits = map(max, self.ms["link"], self.ms["resident"])
-        return statistics.median(a / b for a, b in zip(self.ms[name], limits, strict=True))
+        """Return the mean step as a multiple of the limit."""
+        return self._mean(name) / max(self._mean("link"), self._mean("resident"))
 
     def of(self, name: str, other: str) -> float:
-        """Return the median of the steps as multiples of another contender's in their rounds."""
-        pairs = zip(self.ms[name], self.ms[other], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+        """Return the mean step as a multiple of another contender's."""
+        return self._mean(name) / self._mean(other)
+
+    def _mean(self, name: str) -> float:
+        return statistics.mean(self.ms[name])
 
     def ratios(self) -> dict[str, float]:
         """Return each contender to the limit, and passes and replays to the hardware's floor."""
@@ -165,7 +174,7 @@ class Rows:
 def _round(
     calls: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], turn: int
 ) -> dict[str, float]:
-    """Return the step of each; whoever is first is so in one of several rounds only."""
+    """Return the step of each; in the next round all are a place further on."""
     names = [*calls]
     start = turn % len(names)
     return {name: _step_ms(calls[name], args, 4) for name in names[start:] + names[:start]}
