@@ -1,7 +1,7 @@
 """Turns: resident blocks, the resident model and the link, one after the other, again and again.
 
 [Note: places in a round]
-A device that has rested for a moment is fast, then too warm, then settles: on an H200 whoever came
+A device that has rested for a moment is fast, then slow, then settles: on an H200 whoever came
 first in a round was 2 per cent faster than its own mean, whoever came third 3 per cent slower. So
 each contender is equally often in each place, and means over all rounds are compared; the ratio of
 two steps of one round compares places.

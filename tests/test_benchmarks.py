@@ -484,8 +484,11 @@ def test_a_pass_beside_copies_takes_as_long_as_the_longer_of_both(
         ends.append(lanes.main.ms)
     # The first pass ends before its copies do; the next ones wait for them.
     assert [after - before for before, after in pairwise(ends)] == [step_ms] * 3
+    # Copies begin with their own pass and not before.
+    assert lanes.side.ms == 3 * step_ms + 15.0
     assert [source for _, source in lanes.copied] == [each.data_ptr() for each in sources] * 4
     first, second = (place for place, _ in lanes.copied[:2])
+    assert first != second
     assert [place for place, _ in lanes.copied[:5]] == [first, second, first, second, first]
 
 
