@@ -10,6 +10,9 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +21,7 @@ import pytest
 import torch
 
 import dlo_core
-from dlo_core.bench.model import Shape
+from dlo_core.bench.model import Shape, build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -414,6 +417,133 @@ def test_the_hosts_time_of_a_block_is_priced_part_by_part(scripts: Any) -> None:
     assert {"host_us_a_block_x", "engine_us_a_block_x", "engine_us_a_block_resident_x"} <= set(
         found.facts
     )
+
+
+class Lanes:
+    """A backend of lanes that have a clock each, and no device."""
+
+    def __init__(self, copy_ms: float) -> None:
+        self.copy_ms = copy_ms
+        self.main, self.side = Lane(), Lane()
+        self.now = self.main
+        self.copied: list[tuple[int, int]] = []
+
+    def new_stream(self) -> Lane:
+        return self.side
+
+    def new_event(self) -> dict[str, float]:
+        return {"at": 0.0}
+
+    def current_stream(self) -> Lane:
+        return self.now
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    @contextmanager
+    def stream(self, lane: Lane) -> Iterator[None]:
+        before, self.now = self.now, lane
+        yield
+        self.now = before
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.copied.append((dst.data_ptr(), src.data_ptr()))
+        dst.copy_(src)
+        self.now.ms += self.copy_ms
+
+
+@dataclass
+class Lane:
+    """A stream whose work takes what it says."""
+
+    ms: float = 0.0
+
+    def record_event(self, event: dict[str, float]) -> None:
+        event["at"] = self.ms
+
+    def wait_event(self, event: dict[str, float]) -> None:
+        self.ms = max(self.ms, event["at"])
+
+
+@pytest.mark.parametrize(("compute_ms", "step_ms"), [(20.0, 20.0), (12.0, 15.0)])
+def test_a_pass_beside_copies_takes_as_long_as_the_longer_of_both(
+    scripts: Any, compute_ms: float, step_ms: float
+) -> None:
+    lanes = Lanes(3.0)
+
+    def model(x: float) -> float:
+        assert lanes.now is lanes.main
+        lanes.main.ms += compute_ms
+        return 2 * x
+
+    sources = [torch.full((nbytes,), nbytes, dtype=torch.uint8) for nbytes in (5, 4, 3, 5, 4)]
+    beside = scripts("check_turns").Beside(model, sources, lanes)
+    ends = []
+    for _ in range(4):
+        assert beside(1.5) == 3.0
+        ends.append(lanes.main.ms)
+    # The first pass ends before its copies do; the next ones wait for them.
+    assert [after - before for before, after in pairwise(ends)] == [step_ms] * 3
+    # Copies begin with their own pass and not before.
+    assert lanes.side.ms == 3 * step_ms + 15.0
+    assert [source for _, source in lanes.copied] == [each.data_ptr() for each in sources] * 4
+    first, second = (place for place, _ in lanes.copied[:2])
+    assert first != second
+    assert [place for place, _ in lanes.copied[:5]] == [first, second, first, second, first]
+
+
+def test_the_bytes_that_stream_are_those_of_the_blocks_that_do_not_stay(scripts: Any) -> None:
+    shape = Shape(32, 4, 5, 0, "float32")
+    model, same = build(shape), build(shape)
+    offloaded = dlo_core.offload(model, device="cpu", resident_layers=2, packed=False)
+    bytes_of_each = scripts("check_turns").streamed_bytes(offloaded)
+    stay = dlo_core.residency.resident_positions(5, 2)
+    blocks = [block for number, block in enumerate(same.blocks) if number not in stay]
+    assert len(bytes_of_each) == len(blocks) == 3
+    for there, block in zip(bytes_of_each, blocks, strict=True):
+        weight = block.get_parameter("up.weight").view(-1).view(torch.uint8)
+        assert bytes(weight.tolist()) in bytes(there.tolist())
+    offloaded.shutdown()
+
+
+def test_steps_are_compared_over_all_places_of_a_round(scripts: Any) -> None:
+    """Whoever comes third in a round is slow; no ratio may show it."""
+    check_turns = scripts("check_turns")
+    rows = check_turns.Rows(copies=10)
+    slower = (0.98, 1.0, 1.03, 0.99)
+    steps = {"resident": 120.0, "beside": 122.4, "pass": 123.6, "replay": 121.2}
+    for turn in range(check_turns._ROUNDS):
+        places = {name: (n - turn) % 4 for n, name in enumerate(steps)}
+        rows.add(10.0, {name: steps[name] * slower[places[name]] for name in steps})
+    assert rows.ms["link"] == [100.0] * check_turns._ROUNDS
+    assert rows.of_limit("resident") == pytest.approx(1.0)
+    assert rows.ratios() == {
+        "beside / limit": 1.02,
+        "pass / limit": 1.03,
+        "replay / limit": 1.01,
+        "pass / beside": 1.0098,
+        "replay / beside": 0.9902,
+    }
+    for name in steps:
+        rows.ms[name] = [ms / 2 for ms in rows.ms[name]]
+    assert rows.of_limit("pass") == pytest.approx(123.6 / 2 / 100)
+
+
+def test_each_contender_comes_in_each_place_of_the_rounds(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_turns = scripts("check_turns")
+    seen: list[str] = []
+
+    def step_ms(call: str, args: tuple[()], num: int) -> float:
+        seen.append(call)
+        return 0.0
+
+    monkeypatch.setattr(check_turns, "_step_ms", step_ms)
+    calls: Any = {"a": "a", "b": "b", "c": "c"}
+    for turn in range(4):
+        check_turns._round(calls, (), turn)
+    assert "".join(seen) == "abcbcacababc"
 
 
 def test_the_calls_of_the_readme_name_what_there_is(scripts: Any) -> None:

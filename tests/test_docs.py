@@ -45,6 +45,7 @@ def test_no_page_has_a_stand_in_for_an_address(page: Path) -> None:
     assert not re.search(r"URL-of|git\+|example\.(com|org)", page.read_text())
 
 
+@pytest.mark.skipif(not (ROOT / "dlo_core").is_dir(), reason="the packages are installed, not here")
 def test_contributing_lists_every_module_of_the_core_with_a_line() -> None:
     spec = importlib.util.spec_from_file_location(
         "module_table", ROOT / "tools" / "module_table.py"
