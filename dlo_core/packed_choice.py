@@ -28,16 +28,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dlo_core.packed_cut import PackedCut, packed_tensors
+from dlo_core.packed_cut import packed_tensors
 from dlo_core.packed_figures import Figures, Form
-from dlo_core.packed_switch import Switch, more_residents, what_is_missing
+from dlo_core.packed_gauge import PackedGauge, nbytes_of
+from dlo_core.packed_switch import Switch, what_is_missing
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
     from dlo_core.coder import Coder
     from dlo_core.engine import Engine
-    from dlo_core.interface import Backend, Event
+    from dlo_core.interface import Backend
     from dlo_core.pass_agreement import PassAgreement
     from dlo_core.streamer import Streamer
 
@@ -92,8 +91,7 @@ class PackedChoice:
         self._backend = backend
         self._ranks = ranks
         self._switch = Switch(engine, coder, backend, ranks)
-        self._trial: tuple[float, float] | None = None
-        self._link_ms_per_byte = 0.0
+        self._gauge = PackedGauge(self._switch)
         self._next = self._warm
         self._switches = 0
         self._doubts = 0
@@ -129,7 +127,7 @@ class PackedChoice:
                 self._give_back(why)
             if self._switches >= _MOST_SWITCHES or done < self._next:
                 return
-            if self._trial is None:
+            if self._gauge.trial is None:
                 self._look_together(streamer)
             else:
                 self._look(streamer)
@@ -189,7 +187,7 @@ class PackedChoice:
     def _look_together(self, streamer: Streamer) -> None:
         """Compare what the slowest rank takes, and switch; all ranks alike."""
         self._stand_still()
-        why_not = self._no_room() or (self._try_one() if self._trial is None else None)
+        why_not = self._no_room() or (self._try_one() if self._gauge.trial is None else None)
         # There is one buffer for the blocks of all models.
         if any(each.nests for each in self._engine.streamers):
             why_not = _NESTS
@@ -208,8 +206,8 @@ class PackedChoice:
             slowest = Figures.slowest(known)
             if len(told) > 1:
                 mine = range(streamer.first_block, streamer.first_block + len(streamer.names))
-                nbytes = self._nbytes(mine, without=self._switch.staying)
-                self._link_ms_per_byte = slowest.link_ms / max(nbytes, 1)
+                nbytes = nbytes_of(self._engine, mine, without=self._switch.staying)
+                self._gauge.link_ms_per_byte = slowest.link_ms / max(nbytes, 1)
             self._decide(slowest, sure=True)
 
     def _look(self, streamer: Streamer) -> None:
@@ -237,104 +235,7 @@ class PackedChoice:
 
     def figures(self, streamer: Streamer) -> Figures | None:
         """Return what the last pass with times took; None where the device is still at it."""
-        engine, trial = self._engine, self._trial
-        assert trial is not None
-        ratio, decode_ms_per_byte = trial
-        staying, ran = self._switch.staying, streamer.last_waited
-        compute = 0.0
-        for number in ran:
-            times = engine.blocks[number].times
-            start = times.decode_end if self._is_packed(number) else times.wait_end
-            spent = _elapsed(start, times.compute_end)
-            if spent is None:
-                return None
-            compute += spent
-        mine = range(streamer.first_block, streamer.first_block + len(streamer.names))
-        # Ranks that gather make all fills, whatever they run.
-        moved = mine if engine.transfer.gathers else ran
-        moves = self._moves(mine, moved)
-        if moves is None:
-            return None
-        decode_nbytes = self._nbytes(ran, without=staying)
-        return Figures(
-            compute_ms=compute,
-            link_ms=moves[0],
-            decode_ms=decode_nbytes * decode_ms_per_byte,
-            ratio=ratio,
-            stay_decode_ms=(self._nbytes(ran) - decode_nbytes) * decode_ms_per_byte,
-            spared=self._spared(streamer, mine, ratio),
-            gathers_ms=moves[1],
-        )
-
-    def _moves(
-        self, mine: Sequence[int], moved: Sequence[int]
-    ) -> tuple[float, tuple[float, ...]] | None:
-        """Return the time of the copies, and of each gather, of a pass with raw weights.
-
-        Args:
-            mine: All blocks of the model.
-            moved: Those that a pass loads if they do not stay.
-
-        Returns:
-            As if those streamed that stream while the weights are raw; None where what was queued
-            has not come yet.
-        """
-        engine, staying = self._engine, self._switch.staying
-        nbytes = self._nbytes(moved, without=staying)
-        if not nbytes or self._loads_once(len(set(mine) - staying)):
-            return 0.0, ()
-        streamed = [number for number in moved if number not in engine.pool.residents]
-        streamed_nbytes = self._nbytes(streamed)
-        if not streamed or self._loads_once(len(set(mine) - engine.pool.residents.keys())):
-            # Nothing is loaded any more.
-            return self._link_ms_per_byte * nbytes, ()
-        assert self._trial is not None
-        copied, gathers = 0.0, []
-        for number in streamed:
-            times = engine.blocks[number].times
-            scale = nbytes / streamed_nbytes / (self._trial[0] if self._is_packed(number) else 1.0)
-            spent = _elapsed(times.copy_start, times.copy_end)
-            if engine.transfer.gathers and spent is not None:
-                gather = _elapsed(times.gather_start, times.gather_end)
-                gathers.append(gather * scale if gather is not None else -1.0)
-            if spent is None or (gathers and gathers[-1] < 0):
-                return None
-            copied += spent * scale
-        self._link_ms_per_byte = copied / nbytes
-        return copied, tuple(gathers)
-
-    def _spared(self, streamer: Streamer, mine: Sequence[int], ratio: float) -> float:
-        """Return which part of the link's bytes stays on the device when all blocks are packed."""
-        engine, staying = self._engine, self._switch.staying
-        if not all(each.tape.num_passes for each in engine.streamers):
-            # One whose ring order is not known yet.
-            return 0.0
-        stay = [number for number in mine if number in staying]
-        streamed = [number for number in mine if number not in staying]
-        nbytes = {number: self._packed_nbytes(number, ratio) for number in mine}
-        more = more_residents(stay, streamed, nbytes, streamer.residents.run_nbytes)
-        if more and self._loads_once(len(streamed) - len(more)):
-            return 1.0
-        return self._nbytes(more) / max(self._nbytes(streamed), 1)
-
-    def _packed_nbytes(self, number: int, ratio: float) -> int:
-        """Return the bytes of a block on the device when it is packed and stays, about."""
-        known, cut = self._engine.shards[number], self._switch.cut(number)
-        if isinstance(known, PackedCut):
-            return known.padded_nbytes
-        return cut.measured(int(cut.part_nbytes * ratio)).padded_nbytes
-
-    def _loads_once(self, num_streamed: int) -> bool:
-        """Return whether each block that streams has a slot to itself."""
-        engine = self._engine
-        return len(engine.streamers) == 1 and num_streamed <= len(engine.pool.slots)
-
-    def _is_packed(self, number: int) -> bool:
-        return isinstance(self._engine.shards[number], PackedCut)
-
-    def _nbytes(self, numbers: Iterable[int], without: Collection[int] = ()) -> int:
-        layouts = self._engine.layouts
-        return sum(layouts[number].nbytes for number in numbers if number not in without)
+        return self._gauge.figures(self._engine, streamer)
 
     def _no_room(self) -> str | None:
         """Return why packing would take memory that the model may want, where nobody asked."""
@@ -364,7 +265,7 @@ class PackedChoice:
             return what_is_missing("pack a block for trial", error)
         finally:
             self._coder.release()
-        self._trial = nbytes / run.nbytes, decode_ms / run.nbytes
+        self._gauge.trial = nbytes / run.nbytes, decode_ms / run.nbytes
         return None
 
     def _stay(self, why_not: str) -> None:
@@ -402,12 +303,3 @@ class PackedChoice:
     def __repr__(self) -> str:
         """Show what was chosen, and why."""
         return f"PackedChoice({self.reason})"
-
-
-def _elapsed(start: Event, end: Event) -> float | None:
-    if not (start.query() and end.query()):
-        return None
-    try:
-        return max(start.elapsed_time(end), 0.0)
-    except (ValueError, RuntimeError):
-        return None
