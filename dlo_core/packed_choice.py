@@ -278,7 +278,8 @@ class PackedChoice:
     def _change(self, form: Form, figures: Figures) -> None:
         self._switches += 1
         self._stand_still()
-        why_not = self._to(form)
+        why_not = None if form is Form.RAW else self._no_room()
+        why_not = why_not or self._to(form)
         if why_not is not None:
             self._stay(why_not)
             return
