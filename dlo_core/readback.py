@@ -56,10 +56,17 @@ class ReadBack:
         self._transfer = transfer
         self._backend = backend
         self._pool = pool
+        # The block that ``tensor`` read last: whole, for packed or in parts that takes long.
+        self._read: tuple[int, torch.Tensor] | None = None
 
     def use(self, store: HostStore) -> None:
         """Read from another store from now on, which holds the same values."""
+        self.rest()
         self._store = store
+
+    def rest(self) -> None:
+        """Let go of what ``tensor`` has read: that was all, or the values change."""
+        self._read = None
 
     @property
     def gathers(self) -> bool:
@@ -103,9 +110,16 @@ class ReadBack:
         }
 
     def tensor(self, number: int, index: int) -> torch.Tensor:
-        """Return one tensor of a block in memory of its own; where nothing is gathered."""
+        """Return one tensor of a block in memory of its own; where nothing is gathered.
+
+        The block is read once for several of its tensors, one after the other, until ``rest``.
+        """
         spec = self.layout(number).tensors[index]
-        return tensor_from(spec, self._store.whole(number))
+        if self._read is None or self._read[0] != number:
+            # The old one first: both at once take memory.
+            self._read = None
+            self._read = number, self._store.whole(number)
+        return tensor_from(spec, self._read[1])
 
     def blocks(self, *, receive: bool = True) -> Generator[Values, None, None]:
         """Yield every block's number and the values of its tensors, in memory of their own.

@@ -163,6 +163,8 @@ class Refit:
     def _update(self, given: NamedTensors, checked: _Told | None) -> tuple[str, ...]:
         # Together: a rank that shares its memory must not write while another one copies from it.
         do_together(self._agreement, _WHAT, self._stand_still)
+        # A state dict may be half made.
+        self._state.readback.rest()
         told = _Told()
         problem: BaseException | None = None
         try:

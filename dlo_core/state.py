@@ -187,6 +187,8 @@ class ModelState:
                 yield
             finally:
                 self._copies = outer
+                if outer is None:
+                    self.readback.rest()
 
     def save_module(
         self, module: nn.Module, inner: Callable[..., Any], args: Sequence[Any], kwargs: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -315,6 +316,42 @@ def test_what_cannot_be_had_is_refused() -> None:
     with pytest.raises(ConfigError, match="packed must be True, False, 'auto' or None; got 1"):
         dlo.offload(model, device="cpu", packed=1)
     assert not any(p.is_meta for p in model.parameters())
+
+
+def test_a_state_dict_decodes_each_block_once_and_keeps_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.set_num_threads(1)
+    real, decoded = Coder.decode, []
+
+    def decode(self: Coder, row: torch.Tensor) -> torch.Tensor:
+        run = real(self, row)
+        decoded.append(weakref.ref(run))
+        return run
+
+    monkeypatch.setattr(Coder, "decode", decode)
+    model = Model(3)
+    resident = twin(model)
+    with dlo.offload(model, device="cpu", packed=True) as offloaded:
+        values = new_values(resident)
+
+        def change(*_: Any) -> None:
+            # In the middle of it: the rest must be the new values.
+            offloaded.update_weights(values)
+
+        for state in (offloaded.state_dict(), model.state_dict()):
+            assert state is not None
+            assert all(same_bits(state[k], v) for k, v in resident.state_dict().items())
+        assert len(decoded) == 6
+        assert all(run() is None for run in decoded)
+        hook = model.get_submodule("blocks.1.down").register_state_dict_pre_hook(change)
+        state = model.state_dict()
+        hook.remove()
+        assert state is not None
+        resident.load_state_dict(values)
+        for name, value in resident.state_dict().items():
+            if name.startswith(("blocks.1.down", "blocks.2", "out")):
+                assert same_bits(state[name], value), name
 
 
 def test_new_values_that_take_too_much_are_refused_and_named() -> None:
