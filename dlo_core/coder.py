@@ -18,7 +18,7 @@ from dlo_core.packed_torch import TorchCodec
 from dlo_core.pages import PageableAllocator
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dlo_core.interface import Backend, Codec, HostBuffer
     from dlo_core.packed import Index
@@ -60,6 +60,8 @@ class Coder:
         self._verify = verify
         self._scratch: dict[str, torch.Tensor] = {}
         self._lent: list[torch.Tensor] = []
+        self._borrow: Callable[[], Sequence[torch.Tensor]] | None = None
+        self._borrowed = False
         self._host: HostBuffer | None = None
 
     @cached_property
@@ -67,10 +69,17 @@ class Coder:
         # Late: it may take a second to load, and a choice may never want it.
         return codec_of(self._backend)
 
-    def lend(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Let coding use these device buffers before it allocates any; until ``release``."""
-        self._scratch.clear()
-        self._lent = list(buffers)
+    def borrow_from(self, borrow: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Use device buffers of somebody else's before any is allocated; until ``release``.
+
+        Args:
+            borrow: Returns them, free to be written; called when memory is wanted first.
+        """
+        self._borrow = borrow
+
+    def lend(self, buffer: torch.Tensor) -> None:
+        """Let coding use this device buffer, too; until ``release``."""
+        self._lent.append(buffer)
 
     def uploaded(self, nbytes: int) -> torch.Tensor:
         """Return the first bytes of the run that ``encode`` was given last, on the device."""
@@ -205,7 +214,7 @@ class Coder:
             # Its owner writes it next, on any stream.
             self._backend.current_stream().synchronize()
         self._scratch.clear()
-        self._lent = []
+        self._lent, self._borrowed = [], False
         host, self._host = self._host, None
         if host is not None:
             host.release()
@@ -225,6 +234,9 @@ class Coder:
             # The old memory first: both at once may not be had.
             held = None
             self._scratch.pop(name, None)
+            if self._borrow is not None and not self._borrowed:
+                self._borrowed = True
+                self._lent += self._borrow()
             held = self._lent_of(nbytes)
             held = self._scratch[name] = self._backend.empty(nbytes) if held is None else held
         return held[:nbytes]

@@ -53,6 +53,7 @@ from dlo_core.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from dlo_core.agreement import Agreement
     from dlo_core.config import OffloadConfig
@@ -306,6 +307,8 @@ class Engine:
                 )
             )
             first += count
+        if isinstance(self.store, PackedStore):
+            self.lend_to(self.store)
         board = agreement.board() if self.transfer.gathers else None
         if board is not None:
             self.watch = Watch(
@@ -334,6 +337,14 @@ class Engine:
             for index, placeholder in enumerate(binding.placeholders)
         }
         return ModelState(plan.model, placeholders, readback)
+
+    def lend_to(self, coder: Borrower) -> None:
+        """Let a coder use slots and homes between two passes; not where ranks gather.
+
+        There a peer may still read a slot of this rank's.
+        """
+        if not self.transfer.gathers:
+            coder.borrow_from(partial(spare_buffers, self.pool, self.transfer))
 
     def let_choose(self, choice: Choice) -> None:
         """Ask ``choice`` before each pass from now on."""
@@ -643,6 +654,8 @@ class Engine:
             )
         else:
             self.transfer.close()
+            for streamer in self.streamers:
+                streamer.residents.close()
         self.pool.release()
         if not keep_store and not stuck:
             self.store.release()
@@ -670,6 +683,13 @@ def _tensors(layout: BlockLayout, run: torch.Tensor) -> list[torch.Tensor]:
     return [tensor_from(spec, run) for spec in layout.tensors]
 
 
+class Borrower(Protocol):
+    """Whatever codes in device memory."""
+
+    def borrow_from(self, borrow: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Use these buffers."""
+
+
 class Choice(Protocol):
     """The choice of the form in which weights travel."""
 
@@ -682,8 +702,30 @@ class Choice(Protocol):
     def make_way(self, why: str) -> bool:
         """Let the weights be raw for now; return whether they are."""
 
+    def held(self) -> AbstractContextManager[None]:
+        """Keep the form meanwhile."""
+
     def stop(self, why: str) -> None:
         """Leave the form as it is from now on."""
+
+
+def spare_buffers(pool: Pool, transfer: Transfer) -> list[torch.Tensor]:
+    """Return slots and homes, free to be written between two passes; what they hold is forgotten.
+
+    Args:
+        pool: Has them; nothing where it is busy, failed, or nobody's yet.
+        transfer: Fills them.
+    """
+    owner = pool.owner
+    if owner is None or pool.busy or pool.failure is not None:
+        return []
+    if owner.open:
+        owner.end_pass()
+    transfer.settle()
+    transfer.stand_still()
+    owner.forget()
+    transfer.forget_decoded()
+    return [slot.buffer for slot in (*pool.slots, *pool.homes)]
 
 
 def _ask(engine: weakref.ref[Engine], streamer: Streamer) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +35,8 @@ from dlo_core.packed_gauge import PackedGauge, nbytes_of
 from dlo_core.packed_switch import Switch, what_is_missing
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dlo_core.coder import Coder
     from dlo_core.engine import Engine
     from dlo_core.interface import Backend
@@ -53,6 +56,7 @@ _TIMES = 4
 _MOST_SWITCHES = 6
 # By default at least one part in so many of the device stays free.
 _SPARED = 10
+_LEAST_SLOTS = 2
 _NESTS = "blocks are called inside of others, each of which takes a decoded block's memory"
 
 
@@ -96,6 +100,7 @@ class PackedChoice:
         self._switches = 0
         self._doubts = 0
         self._asked_back = False
+        self._held = 0
 
     @property
     def _engine(self) -> Engine:
@@ -110,7 +115,9 @@ class PackedChoice:
             DloError: A rank failed or did not come; the offload is closed.
         """
         done = streamer.tape.num_passes
-        if self._engine.pool.busy or (self.by_default and not self._backend.may_wait()):
+        if self._engine.pool.busy or self._held:
+            return
+        if self.by_default and not self._backend.may_wait():
             return
         with torch.inference_mode(False), torch.no_grad():
             if self._ranks.size > 1:
@@ -123,14 +130,23 @@ class PackedChoice:
                         self._engine.pool.fail(error)
                         raise
                 return
-            if self._switch.form is not Form.RAW and (why := self._wants_memory(streamer)):
-                self._give_back(why)
+            if why := self._wants_memory():
+                self._make_raw(why)
             if self._switches >= _MOST_SWITCHES or done < self._next:
                 return
             if self._gauge.trial is None:
                 self._look_together(streamer)
             else:
                 self._look(streamer)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the form meanwhile, whatever passes come; all ranks alike."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
 
     def make_way(self, why: str) -> bool:
         """Let the weights be raw, and look again after some passes; between two passes.
@@ -153,34 +169,42 @@ class PackedChoice:
         if self._switch.form is Form.RAW:
             return True
         with torch.inference_mode(False), torch.no_grad():
-            return self._give_back(why)
+            return self._make_raw(why)
 
     def stop(self, why: str) -> None:
         """Leave the form as it is from now on."""
         self._stay(why)
 
-    def _wants_memory(self, streamer: Streamer) -> str:
-        """Return why the memory that packed weights take is wanted back, if it is."""
-        why = ""
-        if any(each.nests for each in self._engine.streamers):
-            why = _NESTS
-        elif self.by_default and streamer.raised.startswith("OutOfMemoryError"):
-            why = f"a pass ran out of memory: {streamer.raised}"
-        if not why or self._asked_back:
+    def _wants_memory(self) -> str:
+        """Return why the memory that packed weights take is wanted, if it is, once; look no more.
+
+        Where they are raw, nothing is to be given back, and no look takes it.
+        """
+        if self._asked_back:
             return ""
-        self._asked_back = True
-        self._switches = _MOST_SWITCHES
+        streamers = self._engine.streamers
+        ran_out = next((each.ran_out for each in streamers if each.ran_out), "")
+        why = _NESTS if any(each.nests for each in streamers) else ""
+        if ran_out and self.by_default:
+            why = f"a pass ran out of memory: {ran_out}"
+        if why:
+            self._asked_back = True
+            self._switches = _MOST_SWITCHES
         return why
 
-    def _give_back(self, why: str) -> bool:
+    def _make_raw(self, why: str) -> bool:
         """Decode the weights where they lie, and let the memory go; return whether it was done."""
-        self._switches += 1
+        if self._switch.form is Form.RAW:
+            self.reason = f"raw: {why}"
+            return True
         self._stand_still()
         why_not = self._to(Form.RAW)
         if why_not is not None:
             self._stay(why_not)
             return False
         self.reason = f"raw: {why}"
+        if self._switches >= _MOST_SWITCHES and not self._asked_back:
+            self.reason += "; they were packed so often that they stay so"
         _logger.info("the weights are %s", self.reason)
         return True
 
@@ -241,6 +265,8 @@ class PackedChoice:
         """Return why packing would take memory that the model may want, where nobody asked."""
         if not self.by_default:
             return None
+        if len(self._engine.pool.slots) < _LEAST_SLOTS:
+            return "there is one slot, and coding takes two"
         memory = self._backend.memory()
         nbytes = max(layout.nbytes for layout in self._engine.layouts)
         if memory.free >= nbytes + memory.total // _SPARED:
@@ -254,8 +280,9 @@ class PackedChoice:
     def _try_one(self) -> str | None:
         """Pack the largest block for trial; return why it cannot be."""
         layouts = self._engine.layouts
-        self._coder.lend(self._switch.spare(self._engine))
-        number = max(range(len(layouts)), key=lambda each: layouts[each].nbytes)
+        # A slot holds one that streams.
+        streamed = set(range(len(layouts))) - self._switch.staying
+        number = max(streamed or range(len(layouts)), key=lambda each: layouts[each].nbytes)
         run, cut = self._switch.store.whole(number), self._switch.cut(number)
         try:
             tensors = packed_tensors(layouts[number], cut, self._ranks.rank)
@@ -278,7 +305,10 @@ class PackedChoice:
     def _change(self, form: Form, figures: Figures) -> None:
         self._switches += 1
         self._stand_still()
-        why_not = None if form is Form.RAW else self._no_room()
+        nests = any(each.nests for each in self._engine.streamers)
+        why_not = None
+        if form is not Form.RAW and self._ranks.size == 1:
+            why_not = _NESTS if nests else self._no_room()
         why_not = why_not or self._to(form)
         if why_not is not None:
             self._stay(why_not)
@@ -289,6 +319,10 @@ class PackedChoice:
     def _to(self, form: Form) -> str | None:
         try:
             return self._switch.to(form, self._engine)
+        except BaseException:
+            self._switches = _MOST_SWITCHES
+            self.reason = f"{self._switch.form.value}: a change of the form was interrupted"
+            raise
         finally:
             # Also when it was interrupted: what was lent must be free before the next fill.
             self._coder.release()

@@ -67,8 +67,11 @@ def ready_to_pack(plans: Sequence[ModelPlan], alignment: int) -> list[ModelPlan]
         alignment: Of the device, in bytes.
 
     Returns:
-        None: there is nothing to pack, or chunks would add more than a thousandth.
+        None: there is nothing to pack, or chunks would add more than a thousandth; or there are
+        several models, of which one would decide for all.
     """
+    if len(plans) > 1:
+        return None
     specs = [spec for plan in plans for layout in plan.layouts for spec in layout.tensors]
     if not any(spec.dtype is torch.bfloat16 for spec in specs):
         return None

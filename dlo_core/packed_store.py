@@ -18,7 +18,7 @@ from dlo_core.packed_cut import PackedCut, packed_tensors
 from dlo_core.rawbytes import move_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from dlo_core.coder import Coder
     from dlo_core.feed import Feed, Part
@@ -94,8 +94,13 @@ class PackedStore(HostStore):
             return self._dirty[1]
         if not isinstance(self._cuts[index], PackedCut):
             return self._inner.whole(index)
-        with self._named(index):
-            return self._coder.decode(self._inner.whole(index))
+        row = self._inner.whole(index)[: self._cuts[index].nbytes]
+        try:
+            with self._named(index):
+                return self._coder.decode(row)
+        finally:
+            # What it borrowed is its owner's again.
+            self._coder.release()
 
     def pack(self, index: int, run: torch.Tensor) -> None:
         """Pack this rank's part of the run of block ``index``, in whole chunks.
@@ -159,6 +164,10 @@ class PackedStore(HostStore):
             yield
         except CheckpointError as error:
             raise CheckpointError(f"block {self._layouts[index].name!r}: {error}") from error
+
+    def borrow_from(self, borrow: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Code in device buffers of somebody else's; see ``Coder.borrow_from``."""
+        self._coder.borrow_from(borrow)
 
     def host_run(self, nbytes: int) -> torch.Tensor:
         """Return host memory for runs that ``pack`` is given, until ``rest``."""

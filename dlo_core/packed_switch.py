@@ -12,8 +12,7 @@ a form like any other; where ranks gather it closes the offload on all of them.
 
 [Note: memory for a change]
 A rank alone codes in its own slots, whose fills are forgotten, so all that a change to packed
-weights takes is the buffer in which blocks are decoded from then on. Where ranks gather, a peer may
-still read a slot of this one, so they code in memory of their own.
+weights takes is the buffer in which blocks are decoded from then on. See ``Engine.lend_to``.
 """
 
 from __future__ import annotations
@@ -135,7 +134,6 @@ class Switch:
             self.form = form
             return None
         cuts: Cuts = [self._shards[n] if n in less else engine.shards[n] for n in numbers]
-        self._coder.lend(self.spare(engine))
         displaced = self._tell_displaced(more)
         why_not = self._measure(engine, more, displaced, cuts)
         if why_not is not None:
@@ -148,27 +146,25 @@ class Switch:
         if self.form is not Form.ALL:
             self._orders = [streamer.tape.order for streamer in engine.streamers]
         self._decoded, self._torn = [], None
+        in_place = False
         try:
             self._in_place(engine, store, more, less, displaced)
-        except BaseException as error:
-            # An interrupt, too: some shards are in the one form and some in the other.
-            if self._ranks.size > 1 or not self._settle(
-                engine, store, cuts, home[0] or engine.pool.decoded
-            ):
-                engine.mixed = True
-                engine.pool.fail(error)
-                raise
-            if not isinstance(error, Exception):
-                raise
-            return f"{_WHAT} stopped half-way: {text_of(error)}"
-        try:
+            in_place = True
             orders = self._orders
             if form is Form.ALL:
                 orders = self._without_residents(engine, cuts)
             engine.change_form(store, cuts, home[0], orders)
+        # An interrupt, too: some shards are in the one form and some in the other.
         except BaseException as error:
-            # An interrupt, too: what travels may be known in one place and not in another.
-            engine.mixed = True
+            if self._ranks.size > 1:
+                engine.mixed = True
+            elif in_place:
+                # What travels may be known in one place and not in another; the shards are known.
+                engine.store, engine.shards = store, list(cuts)
+            elif self._settle(engine, store, cuts, home[0] or engine.pool.decoded):
+                if not isinstance(error, Exception):
+                    raise
+                return f"{_WHAT} stopped half-way: {text_of(error)}"
             engine.pool.fail(error)
             raise
         self.form = form
@@ -191,15 +187,18 @@ class Switch:
         """After a change that stopped half-way: let each block be in the form that it has.
 
         Returns:
-            Whether that is known.
+            Whether the weights can be used. Where they cannot, ``engine.mixed`` says whether it is
+            known in which form they lie.
         """
+        known: Cuts = []
         try:
             # What coding has queued writes the slots, too.
             self._backend.synchronize()
             changed = set(store.settle()) if isinstance(store, PackedStore) else set()
-            if self._torn is not None:
-                self._store.write(self._torn[0], 0, self._torn[1])
-                changed.add(self._torn[0])
+            torn, self._torn = self._torn, None
+            if torn is not None:
+                self._store.write(torn[0], 0, torn[1])
+                changed.add(torn[0])
             changed.update(self._decoded)
             known = [cuts[n] if n in changed else cut for n, cut in enumerate(engine.shards)]
             packed = any(isinstance(cut, PackedCut) for cut in known)
@@ -209,16 +208,12 @@ class Switch:
             )
         # The device may be lost, or a second interrupt come.
         except BaseException:
+            engine.mixed = not known
+            if known:
+                engine.store, engine.shards = self._stored(engine, known), known
             return False
         self.form = Form.PACKED if packed else Form.RAW
         return True
-
-    def spare(self, engine: Engine) -> list[torch.Tensor]:
-        """Return the slots' buffers, which are free: [Note: memory for a change]."""
-        if self._ranks.size > 1:
-            return []
-        engine.pool.owner.forget()
-        return [slot.buffer for slot in engine.pool.slots]
 
     # --- before anything is changed ---------------------------------------------------------------
 
@@ -297,7 +292,7 @@ class Switch:
                 made = home[0] = Slot.new(self._backend, -1, self._backend.empty(nbytes))
                 if self._ranks.size == 1:
                     # As the slots: nothing is decoded there before the change is over.
-                    self._coder.lend([*self.spare(engine), made.buffer])
+                    self._coder.lend(made.buffer)
             self._coder.reserve(largest, max(row.nbytes for row in rows), packs=packs)
         # As for the trial; every rank must hear of it.
         except Exception as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +118,10 @@ class Refit:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 checked = begin_together(self._agreement, _WHAT, check)
-                return self._update(given, checked)
+                choice = self._engine.choice
+                # An iterator may run the model.
+                with nullcontext() if choice is None else choice.held():
+                    return self._update(given, checked)
         finally:
             if entered:
                 self._streamer.leave()

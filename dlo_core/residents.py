@@ -170,6 +170,10 @@ class ResidentBlocks:
             slot.buffer = _no_bytes()
         self._run = None
 
+    def close(self) -> None:
+        """Let go of the run of memory; nobody loads any more."""
+        self._run = None
+
     def restock(self, bindings: Mapping[int, BlockBinding], nbytes: Mapping[int, int]) -> None:
         """Let other blocks stay from now on in the run of memory that there is; all ranks alike.
 

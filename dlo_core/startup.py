@@ -420,6 +420,7 @@ class Startup:
         if self._config.packed == "auto":
             coder = Coder(self._backend, verify=self._config.verify_packed)
             ranks = self._agreement if self.gathers else LoneAgreement()
+            made.engine.lend_to(coder)
             passes = PassAgreement(ranks, made.engine.pool, self._config.timeout_s)
             choice = PackedChoice(
                 made.engine, coder, self._backend, passes, by_default=self._by_default

@@ -89,6 +89,7 @@ class Streamer:
         self._inside = 0
         self.nests = False
         self.raised = ""
+        self.ran_out = ""
         self._closed: str | None = None
         self._captures = False
 
@@ -371,6 +372,8 @@ class Streamer:
                 self._check_grad(args, kwargs)
             number = self.first_block + block
             slot = self._find(number, block)
+            if self._inside and not self._depth[block]:
+                self.nests = True
             try:
                 self.wait_for(slot, block)
                 try:
@@ -385,8 +388,6 @@ class Streamer:
             except BaseException:
                 slot.bound -= 1
                 raise
-            if self._inside and not self._depth[block]:
-                self.nests = True
             self._inside += 1
             self._depth[block] += 1
             self._waited[number] = None
@@ -525,6 +526,8 @@ class Streamer:
 
     def _note_raised(self, error: BaseException, block: int = -1) -> None:
         """Keep in words what the caller's code raised, for ranks that wait for this one."""
+        if isinstance(error, torch.OutOfMemoryError):
+            self.ran_out = self.ran_out or str(error) or "out of memory"
         if not self.raised and not isinstance(error, DloError):
             place = f" in block {self.names[block]!r}" if block >= 0 else ""
             self.raised = f"{type(error).__name__}: {error}{place}"[:_LONGEST_TEXT]
@@ -555,8 +558,12 @@ class _Pass:
             self._streamer.leave()
             raise
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         try:
+            if error is not None:
+                self._streamer._note_raised(error)
             self._streamer.end_pass()
         finally:
             self._streamer.leave()

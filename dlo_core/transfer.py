@@ -216,6 +216,10 @@ class DecodedHome:
         # By the slot: where its block is decoded.
         self._of: dict[int, Slot] = {}
 
+    def forget(self) -> None:
+        """Forget what the buffers hold: they were written."""
+        self._held.clear()
+
     def of(self, slot: Slot) -> Slot:
         """Return where the block in ``slot`` computes, which has entered."""
         return self._of[slot.index]
@@ -288,8 +292,9 @@ class DecodedHome:
                 problem = error
         raise UseError(
             "a block was called inside of another one, which takes another buffer of "
-            f"{nbytes:,} bytes where weights travel packed; it cannot be had: {problem}; use "
-            "packed=False, or free device memory"
+            f"{nbytes:,} bytes where weights travel packed; it cannot be had: {problem}; free "
+            "device memory, or use packed=False; where the form is chosen (by default, and with "
+            "packed='auto') the next call has raw weights"
         )
 
     def _wait(self, home: Slot, stream: Stream) -> None:
@@ -431,6 +436,11 @@ class Transfer(ABC):
         for slot in self._pool.slots:
             # A block's times keep the event that it was. See [Note: one event for both].
             slot.drained = slot.rest
+
+    def forget_decoded(self) -> None:
+        """Forget what was decoded: its buffers were written."""
+        if self._home is not None:
+            self._home.forget()
 
     def home(self, slot: Slot) -> Slot:
         """Return what the block in ``slot`` computes from, once it is acquired."""
@@ -579,6 +589,8 @@ class Transfer(ABC):
         """Forget what travels, without waiting for anything that waits for another rank."""
         self._feed.close()
         self._blocks = ()
+        # It has the decoded block's memory.
+        self._home = None
 
     def settle(self) -> None:
         """Block the host until every queued transfer is done."""
