@@ -168,8 +168,12 @@ class Coder:
                 least = min(least, start.elapsed_time(end))
             return index.header.nbytes, least
 
-    def decode(self, row: torch.Tensor) -> torch.Tensor:
+    def decode(self, row: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Return the run that a host row holds, in host memory of its own.
+
+        Args:
+            row: Begins with the segment.
+            into: Host memory for the run; None: it gets new memory.
 
         Where the device cannot, the host does it, which is slow: the weights must not be lost with
         the device.
@@ -180,7 +184,9 @@ class Coder:
         with torch.inference_mode(False), torch.no_grad():
             header = check_segment(row)
             nbytes = header.num_chunks * CHUNK_NBYTES
-            run = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            if into is None or into.nbytes < nbytes:
+                into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            run = into[:nbytes]
             try:
                 out = self._take("run", nbytes)
                 decode_segment(self._codec, self._upload("row", row), out)
@@ -208,16 +214,16 @@ class Coder:
                 self._host = PageableAllocator().allocate(nbytes)
         return self._host.tensor[:nbytes]
 
-    def release(self) -> None:
-        """Let all memory go. Idempotent."""
+    def release(self, *, host: bool = True) -> None:
+        """Let all memory go, of the host, too, unless told otherwise. Idempotent."""
         if self._lent:
             # Its owner writes it next, on any stream.
             self._backend.current_stream().synchronize()
         self._scratch.clear()
         self._lent, self._borrowed = [], False
-        host, self._host = self._host, None
-        if host is not None:
-            host.release()
+        if host and self._host is not None:
+            held, self._host = self._host, None
+            held.release()
 
     def _measure(self, data: torch.Tensor, tensors: Sequence[tuple[int, int]]) -> Index:
         return measure(self._codec, data, data.nbytes, tensors)

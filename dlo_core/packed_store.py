@@ -92,15 +92,23 @@ class PackedStore(HostStore):
         """
         if self._dirty is not None and self._dirty[0] == index:
             return self._dirty[1]
+        return self.decoded(index)
+
+    def decoded(self, index: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the same, of what is in the shards; ``into`` host memory of the caller's.
+
+        Raises:
+            CheckpointError: The shard is damaged.
+        """
         if not isinstance(self._cuts[index], PackedCut):
             return self._inner.whole(index)
         row = self._inner.whole(index)[: self._cuts[index].nbytes]
         try:
             with self._named(index):
-                return self._coder.decode(row)
+                return self._coder.decode(row, into)
         finally:
             # What it borrowed is its owner's again.
-            self._coder.release()
+            self._coder.release(host=False)
 
     def pack(self, index: int, run: torch.Tensor) -> None:
         """Pack this rank's part of the run of block ``index``, in whole chunks.

@@ -347,11 +347,16 @@ class Switch:
 
     def _decode(self, engine: Engine, numbers: Sequence[int]) -> list[bytes]:
         """Decode blocks where they lie; return what this rank's trailers displace."""
-        displaced = []
+        displaced: list[bytes] = []
+        if not numbers:
+            return displaced
+        # Pinned, so that the device copies into it fast.
+        into = self._coder.host_run(max(self._shards[number].nbytes for number in numbers))
         for number in numbers:
             shard, stop = self._shards[number], engine.shards[number].nbytes
             trailer = self._store.whole(number)[stop - TRAILER_NBYTES : stop].clone()
-            run = engine.store.whole(number)[: shard.nbytes]
+            assert isinstance(engine.store, PackedStore)
+            run = engine.store.decoded(number, into)[: shard.nbytes]
             displaced.append(_bytes(run[-TRAILER_NBYTES:]))
             self._torn = number, run
             self._store.write(number, 0, run)

@@ -324,8 +324,8 @@ def test_a_state_dict_decodes_each_block_once_and_keeps_none(
     torch.set_num_threads(1)
     real, decoded = Coder.decode, []
 
-    def decode(self: Coder, row: torch.Tensor) -> torch.Tensor:
-        run = real(self, row)
+    def decode(self: Coder, *args: Any) -> torch.Tensor:
+        run = real(self, *args)
         decoded.append(weakref.ref(run))
         return run
 
