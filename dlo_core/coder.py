@@ -169,14 +169,14 @@ class Coder:
             return index.header.nbytes, least
 
     def decode(self, row: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the run that a host row holds, in host memory of its own.
-
-        Args:
-            row: Begins with the segment.
-            into: Host memory for the run; None: it gets new memory.
+        """Return the run that a host row holds, in host memory.
 
         Where the device cannot, the host does it, which is slow: the weights must not be lost with
         the device.
+
+        Args:
+            row: Begins with the segment.
+            into: Memory for the run; None, or less than it takes: it gets memory of its own.
 
         Raises:
             CheckpointError: The row is damaged.
