@@ -6,6 +6,7 @@ It is for loading and for values that change, never for the hot path: it waits f
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -198,7 +199,6 @@ class Coder:
             except Exception as error:
                 _logger.warning("packed weights are decoded on the host, slowly: %s", error)
                 decode_segment(TorchCodec(), row, run)
-            self._scratch.clear()
             return run
 
     def host_run(self, nbytes: int) -> torch.Tensor:
@@ -216,11 +216,12 @@ class Coder:
 
     def release(self, *, host: bool = True) -> None:
         """Let all memory go, of the host, too, unless told otherwise. Idempotent."""
-        if self._lent:
-            # Its owner writes it next, on any stream.
-            self._backend.current_stream().synchronize()
+        lent, self._lent, self._borrowed = self._lent, [], False
         self._scratch.clear()
-        self._lent, self._borrowed = [], False
+        if lent:
+            # Its owner writes it next, on any stream; one of a lost device nobody does.
+            with suppress(Exception):
+                self._backend.current_stream().synchronize()
         if host and self._host is not None:
             held, self._host = self._host, None
             held.release()

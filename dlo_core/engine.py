@@ -713,14 +713,12 @@ def spare_buffers(pool: Pool, transfer: Transfer) -> list[torch.Tensor]:
     """Return slots and homes, free to be written between two passes; what they hold is forgotten.
 
     Args:
-        pool: Has them; nothing where it is busy, failed, or nobody's yet.
+        pool: Has them; nothing where it is busy, in a pass, failed, or nobody's yet.
         transfer: Fills them.
     """
     owner = pool.owner
-    if owner is None or pool.busy or pool.failure is not None:
+    if owner is None or owner.open or pool.busy or pool.failure is not None:
         return []
-    if owner.open:
-        owner.end_pass()
     transfer.settle()
     transfer.stand_still()
     owner.forget()

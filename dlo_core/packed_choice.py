@@ -16,8 +16,8 @@ slots and of one block more while the weights are packed.
 [Note: making way]
 Packed shards cannot do all that raw ones can: new values may not fit, a graph copies what it was
 recorded with, and a model that calls blocks inside of others, or that has run out of memory, wants
-memory back. So before an update and before a capture the weights are decoded where they lie, and
-the looks begin anew; in the other two cases they end.
+memory back. So before an update the weights are decoded where they lie, and the looks begin anew;
+in the other cases, too, and the looks end. Ranks that gather see nested blocks at their next look.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ class PackedChoice:
         self._switches = 0
         self._doubts = 0
         self._asked_back = False
+        # Why nobody looks any more, where the choice was ended.
+        self._ended = ""
         self._held = 0
 
     @property
@@ -162,14 +164,20 @@ class PackedChoice:
         Raises:
             DloError: It failed half-way where ranks gather; the offload is closed.
         """
-        if self._ranks.size == 1:
-            # Of every model: the next pass may be of any.
-            done = [streamer.tape.num_passes for streamer in self._engine.streamers]
-            self._next = max(done) + max(self._warm, _EVERY)
+        # Of every model: the next pass may be of any. Until then some pass has times of this form.
+        done = max(streamer.tape.num_passes for streamer in self._engine.streamers)
+        self._next = max(self._next, done + max(self._warm, _EVERY))
+        self._doubts = 0
         if self._switch.form is Form.RAW:
             return True
         with torch.inference_mode(False), torch.no_grad():
-            return self._make_raw(why)
+            try:
+                return self._make_raw(why)
+            except BaseException as error:
+                if self._ranks.size > 1:
+                    # An interrupt, too: the other ranks wait for what this one says.
+                    self._engine.pool.fail(error)
+                raise
 
     def stop(self, why: str) -> None:
         """Leave the form as it is from now on."""
@@ -203,7 +211,9 @@ class PackedChoice:
             self._stay(why_not)
             return False
         self.reason = f"raw: {why}"
-        if self._switches >= _MOST_SWITCHES and not self._asked_back:
+        if self._ended:
+            self.reason += f"; they stay so: {self._ended}"
+        elif self._switches >= _MOST_SWITCHES and not self._asked_back:
             self.reason += "; they were packed so often that they stay so"
         _logger.info("the weights are %s", self.reason)
         return True
@@ -222,7 +232,9 @@ class PackedChoice:
         )
         for rank, (problem, _) in enumerate(told):
             if problem is not None:
-                self._stay(problem if len(told) == 1 else f"{problem} (rank {rank})")
+                why = problem if len(told) == 1 else f"{problem} (rank {rank})"
+                if problem != _NESTS or self._make_raw(why):
+                    self._stay(why)
                 return
         known = [each for _, each in told if each is not None]
         if len(known) == len(told):
@@ -297,7 +309,7 @@ class PackedChoice:
 
     def _stay(self, why_not: str) -> None:
         """Look no more."""
-        self._switches = _MOST_SWITCHES
+        self._switches, self._ended = _MOST_SWITCHES, why_not
         self._coder.release()
         self.reason = f"{self._switch.form.value}: {why_not}"
         _logger.info("the weights stay %s", self.reason)
@@ -320,8 +332,8 @@ class PackedChoice:
         try:
             return self._switch.to(form, self._engine)
         except BaseException:
-            self._switches = _MOST_SWITCHES
-            self.reason = f"{self._switch.form.value}: a change of the form was interrupted"
+            self._switches, self._ended = _MOST_SWITCHES, "a change of the form was interrupted"
+            self.reason = f"{self._switch.form.value}: {self._ended}"
             raise
         finally:
             # Also when it was interrupted: what was lent must be free before the next fill.

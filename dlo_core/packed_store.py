@@ -95,7 +95,11 @@ class PackedStore(HostStore):
         return self.decoded(index)
 
     def decoded(self, index: int, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the same, of what is in the shards; ``into`` host memory of the caller's.
+        """Return the same, of what is in the shards.
+
+        Args:
+            index: The block.
+            into: Host memory of the caller's, who lets the coder's memory go; None: new memory.
 
         Raises:
             CheckpointError: The shard is damaged.
@@ -107,8 +111,9 @@ class PackedStore(HostStore):
             with self._named(index):
                 return self._coder.decode(row, into)
         finally:
-            # What it borrowed is its owner's again.
-            self._coder.release(host=False)
+            if into is None:
+                # What it borrowed is its owner's again.
+                self._coder.release(host=False)
 
     def pack(self, index: int, run: torch.Tensor) -> None:
         """Pack this rank's part of the run of block ``index``, in whole chunks.

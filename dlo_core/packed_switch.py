@@ -17,6 +17,7 @@ weights takes is the buffer in which blocks are decoded from then on. See ``Engi
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -192,8 +193,9 @@ class Switch:
         """
         known: Cuts = []
         try:
-            # What coding has queued writes the slots, too.
-            self._backend.synchronize()
+            with suppress(Exception):
+                # What coding has queued writes the slots, too; a lost device writes nothing.
+                self._backend.synchronize()
             changed = set(store.settle()) if isinstance(store, PackedStore) else set()
             torn, self._torn = self._torn, None
             if torn is not None:
@@ -294,6 +296,9 @@ class Switch:
                     # As the slots: nothing is decoded there before the change is over.
                     self._coder.lend(made.buffer)
             self._coder.reserve(largest, max(row.nbytes for row in rows), packs=packs)
+            if not packs:
+                # Pinned, so that the device copies into it fast.
+                self._coder.host_run(largest)
         # As for the trial; every rank must hear of it.
         except Exception as error:
             problem = what_is_missing(
@@ -350,7 +355,6 @@ class Switch:
         displaced: list[bytes] = []
         if not numbers:
             return displaced
-        # Pinned, so that the device copies into it fast.
         into = self._coder.host_run(max(self._shards[number].nbytes for number in numbers))
         for number in numbers:
             shard, stop = self._shards[number], engine.shards[number].nbytes

@@ -167,6 +167,10 @@ class Refit:
     def _update(self, given: NamedTensors, checked: _Told | None) -> tuple[str, ...]:
         # Together: a rank that shares its memory must not write while another one copies from it.
         do_together(self._agreement, _WHAT, self._stand_still)
+        if (choice := self._engine.choice) is not None:
+            # New values may not fit where the old ones lie packed. It has exchanges of its own.
+            self._streamer.guarded(choice.make_way, "the weights were updated")
+            do_together(self._agreement, _WHAT, self._stand_still)
         # A state dict may be half made.
         self._state.readback.rest()
         told = _Told()
@@ -177,6 +181,7 @@ class Refit:
                 if target is not None:
                     self._write(target, value, told)
             self._engine.store.flush()
+            self._state.readback.rest()
         # Every rank must hear of it, whatever it is.
         except BaseException as error:
             problem = error
@@ -190,10 +195,6 @@ class Refit:
         return tuple(told.unknown)
 
     def _stand_still(self) -> None:
-        choice = self._engine.choice
-        if choice is not None:
-            # New values may not fit where the old ones lie packed.
-            self._streamer.guarded(choice.make_way, "the weights were updated")
         owner = self._engine.pool.owner
         if owner.open:
             # So that every rank has queued the same fills, which are about to be waited for.

@@ -59,7 +59,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from dlo_core.errors import UseError
+from dlo_core.errors import UseError, text_of
 from dlo_core.feed import DirectFeed
 from dlo_core.shard import TRAILER_NBYTES, ShardPlan, trailer
 from dlo_core.slots import Slot
@@ -265,11 +265,11 @@ class DecodedHome:
         known = self._of.get(slot.index)
         others = (*self._pool.slots, *self._pool.residents.values())
         taken = [other for other in others if other.bound and other is not slot and not other.raw]
-        if not taken:
-            home = self._pool.homes[0]
-        elif slot.bound > 1 and known is not None:
+        if slot.bound > 1 and known is not None:
             # It is called inside of itself.
             return known
+        if not taken:
+            home = self._pool.homes[0]
         else:
             used = [self._of.get(other.index) for other in taken]
             free = (each for each in self._pool.homes if each not in used)
@@ -279,7 +279,7 @@ class DecodedHome:
 
     def _add(self) -> Slot:
         nbytes = self._pool.homes[0].buffer.nbytes
-        problem: object = "a graph is recorded, which holds no allocation of dlo's own"
+        problem = "a graph is recorded, which holds no allocation of dlo's own"
         if not self._backend.recording():
             try:
                 home = Slot.new(
@@ -289,12 +289,13 @@ class DecodedHome:
                 return home
             # Not every device's allocator has the error of its own.
             except RuntimeError as error:
-                problem = error
+                # Not the error itself: it would keep this frame and the caller's tensors.
+                problem = text_of(error)
         raise UseError(
             "a block was called inside of another one, which takes another buffer of "
             f"{nbytes:,} bytes where weights travel packed; it cannot be had: {problem}; free "
             "device memory, or use packed=False; where the form is chosen (by default, and with "
-            "packed='auto') the next call has raw weights"
+            "packed='auto' on a rank alone) the next call has raw weights"
         )
 
     def _wait(self, home: Slot, stream: Stream) -> None:

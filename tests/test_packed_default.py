@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from dlo_core.bench.model import Shape
 from dlo_core.cgroup import Bound
 from dlo_core.coder import Coder
 from dlo_core.cpu import CpuBackend
-from dlo_core.errors import UseError
+from dlo_core.errors import DloError, UseError
 from dlo_core.layout import BlockLayout, TensorSpec
 from dlo_core.machine import Machine
 from dlo_core.packed_default import ready_to_pack
@@ -434,6 +435,9 @@ def test_a_change_that_was_interrupted_says_so(monkeypatch: pytest.MonkeyPatch) 
         assert offloaded.stats().packed_reason == "packed: a change of the form was interrupted"
         offloaded.update_weights(resident.state_dict())
         assert offloaded.stats().packed_ratio is None
+        assert offloaded.stats().packed_reason == (
+            "raw: the weights were updated; they stay so: a change of the form was interrupted"
+        )
 
 
 def test_a_device_that_cannot_decode_leaves_it_to_the_host(
@@ -534,9 +538,9 @@ def test_blocks_that_stay_lie_as_if_nobody_chose() -> None:
             assert stats.device_bytes <= offloaded.footprint.device_nbytes
 
 
-@pytest.mark.parametrize("number", range(5, 7))
-def test_an_interrupt_in_the_change_is_only_an_interrupt(
-    number: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["trial", "measure"])
+def test_an_interrupt_before_the_change_is_only_an_interrupt(
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
@@ -544,20 +548,87 @@ def test_an_interrupt_in_the_change_is_only_an_interrupt(
     model = Model(4)
     resident = twin(model)
     with dlo.offload(model, device="cpu") as offloaded, torch.inference_mode():
-        for turn in range(9):
-            if turn != number:
-                assert torch.equal(model(data(turn)), resident(data(turn)))
-                continue
-            with monkeypatch.context() as patched:
-                patched.setattr(Coder, "measure", interrupt)
-                patched.setattr(Coder, "trial", interrupt)
-                if turn == 5:
-                    with pytest.raises(KeyboardInterrupt):
-                        model(data(turn))
-                else:
-                    # It was packed before, and looks no block over again.
-                    assert torch.equal(model(data(turn)), resident(data(turn)))
+        for number in range(5):
+            model(data(number))
+        with monkeypatch.context() as patched:
+            patched.setattr(Coder, place, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(data(0))
+        for number in range(4):
+            assert torch.equal(model(data(number)), resident(data(number)))
         assert not offloaded.failed
+        # The trial is made again; a change that was begun is not.
+        assert (offloaded.stats().packed_ratio is not None) == (place == "trial")
+
+
+def test_a_packed_engine_ends_with_its_last_user() -> None:
+    gc.collect()
+    held = CpuBackend().memory().allocated
+    model = Model(4)
+    offloaded = dlo.offload(model, device="cpu")
+    with torch.inference_mode():
+        for number in range(7):
+            model(data(number))
+    assert offloaded.stats().packed_ratio is not None
+    gc.disable()
+    try:
+        engine = weakref.ref(offloaded.engine)
+        offloaded.disable()
+        del offloaded
+        assert engine() is None
+        assert CpuBackend().memory().allocated == held
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_device_that_is_lost_in_the_change_loses_no_weights(
+    torn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the device is lost")
+
+    real, left = Coder.encode, [3]
+
+    def encode(self: Coder, *args: Any) -> Any:
+        left[0] -= 1
+        if left[0] or torn:
+            return real(self, *args)
+        for name in ("copy", "empty", "synchronize", "current_stream"):
+            monkeypatch.setattr(CpuBackend, name, lost)
+        raise RuntimeError("the device is lost")
+
+    if torn:
+        # In the decoding of the second block, on the way back.
+        real_decode, seen = Coder.decode, [0]
+
+        def decode(self: Coder, *args: Any) -> Any:
+            seen[0] += 1
+            if seen[0] == 2:
+                for name in ("copy", "empty", "synchronize"):
+                    monkeypatch.setattr(CpuBackend, name, lost)
+            return real_decode(self, *args)
+
+        monkeypatch.setattr(Coder, "decode", decode)
+    monkeypatch.setattr(Coder, "encode", encode)
+    model = Model(4)
+    resident = twin(model)
+    offloaded = dlo.offload(model, device="cpu")
+    with torch.inference_mode():
+        for number in range(5):
+            model(data(number))
+        if torn:
+            model(data(0))
+            assert offloaded.stats().packed_ratio is not None
+            with pytest.raises(DloError):
+                offloaded.update_weights(resident.state_dict())
+        else:
+            with pytest.raises(RuntimeError, match="lost"):
+                model(data(0))
+    monkeypatch.undo()
+    monkeypatch.setattr(Coder, "_upload", lost)
+    offloaded.disable()
+    assert all(same_bits(model.state_dict()[k], v) for k, v in resident.state_dict().items())
 
 
 def captured_job(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, SimBackend, Any]:
