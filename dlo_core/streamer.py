@@ -142,8 +142,7 @@ class Streamer:
         self._check_graph()
         if self.on_pass is not None:
             self.on_pass()
-        if not self._captures:
-            self._guard(self._before_pass, self)
+        self._guard(self._before_pass, self)
         self._guard(self.tape.begin_pass)
         self._waited = {}
         self.raised = ""
