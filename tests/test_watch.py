@@ -435,8 +435,15 @@ def test_a_pass_whose_gathers_are_given_up_under_it_never_returns() -> None:
         backend = Ahead()
         offloaded = dlo.offload(model, device=backend, group=dist.group.WORLD, timeout_s=1.0)
         model(inputs())
+
+        def stay_until_given_up() -> None:
+            # The offload has failed a moment before.
+            limit = time.monotonic() + 8
+            while "abort" not in backend.calls and time.monotonic() < limit:
+                time.sleep(0.01)
+
         if rank == 1:
-            stay_until_failed(offloaded)
+            stay_until_given_up()
             dist.barrier()
             return backend.calls
         engine = offloaded.engine
@@ -444,9 +451,7 @@ def test_a_pass_whose_gathers_are_given_up_under_it_never_returns() -> None:
 
         def fail(module: Any, args: Any) -> None:
             engine.pool.fail(RuntimeError("the device burns"))
-            limit = time.monotonic() + 5
-            while "abort" not in backend.calls and time.monotonic() < limit:
-                time.sleep(0.01)
+            stay_until_given_up()
 
         model.post.register_forward_pre_hook(fail)
         # The other rank is awaited by nothing in this pass: it makes its own fills of it.
