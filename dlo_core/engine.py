@@ -16,8 +16,10 @@ from dlo_core.agreement import LoneAgreement
 from dlo_core.attributes import find_attributes
 from dlo_core.binding import BlockBinding
 from dlo_core.coder import codec_of
+from dlo_core.decoded_home import DecodedHome
 from dlo_core.errors import UseError
 from dlo_core.footprint import decoded_nbytes, plan_ring, resident_numbers
+from dlo_core.gather_transfer import InPlaceTransfer, StagedTransfer
 from dlo_core.hooks import Hooks
 from dlo_core.layout import BlockLayout
 from dlo_core.loader import count_shard_nbytes, load_blocks, load_packed, load_shards
@@ -36,19 +38,9 @@ from dlo_core.source import ModuleTensor
 from dlo_core.state import ModelState
 from dlo_core.streamer import Streamer
 from dlo_core.tape import FirstPass, Tape, agreed
-from dlo_core.transfer import (
-    BlockTimes,
-    DecodedHome,
-    InPlaceTransfer,
-    LocalTransfer,
-    PackedUnpack,
-    RawUnpack,
-    StagedTransfer,
-    Transfer,
-    TravellingBlock,
-    UnpackEach,
-    expected_trailers,
-)
+from dlo_core.transfer import LocalTransfer, Transfer
+from dlo_core.travelling import BlockTimes, TravellingBlock, expected_trailers
+from dlo_core.unpack import PackedUnpack, RawUnpack, UnpackEach
 from dlo_core.watch import Watch
 
 if TYPE_CHECKING:
@@ -63,7 +55,7 @@ if TYPE_CHECKING:
     from dlo_core.plan import ModelPlan
     from dlo_core.slots import Slot
     from dlo_core.tape import Agree
-    from dlo_core.transfer import Unpack
+    from dlo_core.unpack import Unpack
 
 __all__ = ["Engine"]
 

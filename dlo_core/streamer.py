@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from dlo_core.collective import GroupGone
 from dlo_core.compiling import OUTSIDE, aside
-from dlo_core.errors import DloError, FillError, FillTimeout, UseError
+from dlo_core.errors import BackendError, DloError, FillError, FillTimeout, UseError
 from dlo_core.feed import FeedError
 from dlo_core.residents import MIXED
 
@@ -436,6 +436,9 @@ class Streamer:
 
     def _say(self, error: Exception, block: int = -1, fill: int = -1) -> NoReturn:
         """Raise ``error``, or what it means; what went wrong with a transfer closes the offload."""
+        # What another thread shut down under this one is released, and the backend says so.
+        if self._closed is not None and isinstance(error, BackendError):
+            self._fail(str(error), block, fill, error)
         if isinstance(error, DloError):
             if not isinstance(error, UseError):
                 self._pool.fail(error)

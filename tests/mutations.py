@@ -1,4 +1,4 @@
-"""Mutations: copies of ``dlo_core.transfer`` with one wait or one record of an event taken out."""
+"""Mutations: copies of the transfers with one wait or one record of an event taken out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import sys
 import types
 from dataclasses import dataclass
 
-from dlo_core import transfer
+from dlo_core import decoded_home, gather_transfer, transfer
 
 __all__ = [
+    "MODULES",
     "ORDERING",
     "PACKED",
     "RESIDENTS",
@@ -22,6 +23,8 @@ __all__ = [
     "sites",
 ]
 
+# Whatever orders something is in one of them; each uses those before it.
+MODULES = (decoded_home, transfer, gather_transfer)
 ORDERING = ("wait_event", "record_event")
 WAIT_ON_RESIDENT = "Transfer._wait_for_load: stream.wait_event(slot.filled)"
 PACKED = "DecodedHome"
@@ -32,7 +35,7 @@ RESIDENTS = (WAIT_ON_RESIDENT, REUSED_MEMORY)
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One call in ``transfer.py`` that orders something.
+    """One call in one of ``MODULES`` that orders something.
 
     Attributes:
         owner: ``Class.method``.
@@ -65,36 +68,46 @@ def sites() -> tuple[Site, ...]:
 
     Without those that only packed weights need.
     """
-    every = tuple(site for site, _ in _find(_tree()))
+    every = tuple(site for site, _ in _find(_trees()))
     return tuple(site for site in every if not site.owner.startswith(PACKED))
 
 
 def packed_sites() -> tuple[Site, ...]:
     """Return the statements that only packed weights need."""
-    return tuple(site for site, _ in _find(_tree()) if site.owner.startswith(PACKED))
+    return tuple(site for site, _ in _find(_trees()) if site.owner.startswith(PACKED))
 
 
 def mutant(number: int) -> types.ModuleType:
-    """Return a copy of the module without the statement of site ``number``."""
-    tree = _tree()
-    for site, statement in _find(tree):
+    """Return a module with what is in ``MODULES``, without the statement of site ``number``."""
+    trees = _trees()
+    for site, statement in _find(trees):
         if site.number == number:
-            _replace(tree, statement)
-    module = types.ModuleType(f"transfer_without_{number}")
-    module.__file__ = transfer.__file__
-    sys.modules[module.__name__] = module
-    code = compile(ast.fix_missing_locations(tree), transfer.__file__ or "transfer.py", "exec")
-    exec(code, module.__dict__)
-    return module
+            for tree in trees:
+                _replace(tree, statement)
+    made = types.ModuleType(f"transfer_without_{number}")
+    sys.modules[made.__name__] = made
+    for module, tree in zip(MODULES, trees, strict=True):
+        # What one of them uses of another one it finds in the copy.
+        tree.body = [node for node in tree.body if not _imports(node)]
+        made.__file__ = module.__file__
+        code = compile(ast.fix_missing_locations(tree), module.__file__ or "", "exec")
+        exec(code, made.__dict__)
+    return made
 
 
-def _tree() -> ast.Module:
-    return ast.parse(inspect.getsource(transfer))
+def _trees() -> list[ast.Module]:
+    return [ast.parse(inspect.getsource(module)) for module in MODULES]
 
 
-def _find(tree: ast.Module) -> list[tuple[Site, ast.stmt]]:
+def _imports(node: ast.stmt) -> bool:
+    names = {module.__name__ for module in MODULES}
+    return isinstance(node, ast.ImportFrom) and node.module in names
+
+
+def _find(trees: list[ast.Module]) -> list[tuple[Site, ast.stmt]]:
     found: list[tuple[Site, ast.stmt]] = []
-    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+    nodes = [node for tree in trees for node in tree.body]
+    for cls in (node for node in nodes if isinstance(node, ast.ClassDef)):
         for method in (node for node in cls.body if isinstance(node, ast.FunctionDef)):
             for node in ast.walk(method):
                 if isinstance(node, ast.Expr) and _orders(node.value):

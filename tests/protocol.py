@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import dlo_core.transfer as transfer_module
+import dlo_core.engine as engine_module
 from dlo_core.interface import Check, Collective
 from dlo_core.shard import ShardPlan
 from dlo_core.slots import Pool, Slot, Stage
 from dlo_core.tape import FirstPass, Tape
-from dlo_core.transfer import BlockTimes, TravellingBlock
+from dlo_core.travelling import BlockTimes, TravellingBlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -223,7 +223,7 @@ def trace(
     program: Program,
     *,
     order: Sequence[int] | None = None,
-    transfers: Any = transfer_module,
+    transfers: Any = engine_module,
     tape_class: type[Tape] = Tape,
 ) -> Trace:
     """Return what one rank queues for a program: passes, each a list of blocks as they are called.

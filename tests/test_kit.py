@@ -15,6 +15,7 @@ from toys import TOYS, AwkwardBlock, OrderedToy, Toy, WideBlock, inputs, make_to
 import dlo_core as dlo
 from dlo_core import engine as engine_module
 from dlo_core.errors import UseError
+from dlo_core.gather_transfer import StagedTransfer
 from dlo_core.tape import Tape
 from dlo_core.testing import (
     MODES,
@@ -25,7 +26,6 @@ from dlo_core.testing import (
     SimBackend,
     World,
 )
-from dlo_core.transfer import StagedTransfer
 
 if TYPE_CHECKING:
     import types
@@ -174,7 +174,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType) -> None:
 
 
 def runs_for(owner: str) -> list[Run]:
-    """Return the runs that go through a class of ``transfer.py``."""
+    """Return the runs that go through a class of ``MODULES``."""
     ways = {"LocalTransfer": (1, 2), "StagedTransfer": (2, 2), "GatheringTransfer": (2, 0)}
     ranks, stages = ways.get(owner.partition(".")[0], (1, 2))
     runs = [Run(ranks=ranks, stages=stages, mode=mode) for mode in MODES]

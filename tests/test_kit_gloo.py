@@ -16,9 +16,9 @@ import dlo_core as dlo
 from dlo_core import engine as engine_module
 from dlo_core.cpu_stream import StreamError
 from dlo_core.errors import BackendError, DloError
+from dlo_core.gather_transfer import StagedTransfer
 from dlo_core.tape import Tape
 from dlo_core.testing import GlooAgreement, Recorder, SimBackend, World, run_ranks
-from dlo_core.transfer import StagedTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -26,11 +26,12 @@ from dlo_core import mapped, staging
 from dlo_core.checkpoint import Checkpoint
 from dlo_core.cpu import CpuBackend
 from dlo_core.feed import DirectFeed
+from dlo_core.gather_transfer import InPlaceTransfer, StagedTransfer
 from dlo_core.registration import HostRegistration
 from dlo_core.source import ModuleTensor
 from dlo_core.testing import GlooAgreement, Recorder, SimAgreement, SimBackend, World
 from dlo_core.trace import spans
-from dlo_core.transfer import InPlaceTransfer, LocalTransfer, StagedTransfer, Transfer
+from dlo_core.transfer import LocalTransfer, Transfer
 from dlo_core.worker import Worker
 
 if TYPE_CHECKING:

@@ -1,23 +1,23 @@
 """The order of work: right bits however late or early streams run, and no wait that is not needed.
 
 The real engine runs on the testing kit's backend, rank-local and on forked gloo ranks, with a host
-that runs ahead of compute. Each of the waits and records in ``transfer.py`` that order data is
-taken out in turn, and some choice of early streams then gives wrong bits. A new one without its
-case here fails a test, too.
+that runs ahead of compute. Each of the waits and records that order data is taken out in turn, and
+some choice of early streams then gives wrong bits. A new one without its case here fails a test,
+too.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from kernels import Program
-from mutations import RESIDENTS, Site, mutant, packed_sites, sites
+from mutations import MODULES, RESIDENTS, Site, mutant, packed_sites, sites
 from torch import nn
 from toys import twin
 
@@ -313,14 +313,25 @@ def test_every_wait_and_record_that_orders_data_has_its_case() -> None:
     found = [str(site) for site in sites() if not site.timing_only]
     cases = [*NEEDED, *RESIDENTS, SEVERAL_COMPUTE_STREAMS, *IN_GRAPHS]
     assert sorted(found) == sorted(cases)
-    # Of the waits none is hidden in another kind of statement.
-    calls = [
-        node.func.attr
-        for node in ast.walk(ast.parse(inspect.getsource(dlo_core.transfer)))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    ]
+
+
+def test_waits_are_statements_of_the_modules_that_order_transfers() -> None:
+    """So none is hidden in another kind of statement, nor anywhere else."""
+    (core,) = dlo_core.__path__
+    calls = {
+        path.name: sum(
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "wait_event"
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        )
+        for path in Path(core).glob("*.py")
+    }
     every = (*sites(), *packed_sites())
-    assert calls.count("wait_event") == sum("wait_event" in str(site) for site in every)
+    assert sum(calls.values()) == sum("wait_event" in str(site) for site in every)
+    assert {name for name, count in calls.items() if count} == {
+        Path(module.__file__ or "").name for module in MODULES
+    }
 
 
 # Their cases are in test_capture.py.

@@ -14,7 +14,8 @@ from dlo_core.cpu import CpuBackend
 from dlo_core.layout import align_up
 from dlo_core.shard import TRAILER_NBYTES, ShardPlan, trailer
 from dlo_core.slots import Slot
-from dlo_core.transfer import BlockTimes, RawUnpack, TravellingBlock, expected_trailers
+from dlo_core.travelling import BlockTimes, TravellingBlock, expected_trailers
+from dlo_core.unpack import RawUnpack
 
 DIGEST = hashlib.sha256(b"layouts").digest()
 BLOCK = 5

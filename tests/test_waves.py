@@ -18,8 +18,8 @@ from ranks import RanksError, run_ranks
 from toys import make_toy
 
 import dlo_core as dlo
+from dlo_core.gather_transfer import StagedTransfer
 from dlo_core.rendezvous import default_store
-from dlo_core.transfer import StagedTransfer
 from dlo_core.wave_request import check_wave, compatibility_key
 
 if TYPE_CHECKING:
