@@ -15,6 +15,7 @@ import torch
 from dlo_core.agreement import LoneAgreement
 from dlo_core.attributes import find_attributes
 from dlo_core.binding import BlockBinding
+from dlo_core.borrowing import spare_buffers
 from dlo_core.coder import codec_of
 from dlo_core.decoded_home import DecodedHome
 from dlo_core.errors import UseError
@@ -22,25 +23,26 @@ from dlo_core.footprint import decoded_nbytes, plan_ring, resident_numbers
 from dlo_core.gather_transfer import InPlaceTransfer, StagedTransfer
 from dlo_core.hooks import Hooks
 from dlo_core.layout import BlockLayout
-from dlo_core.loader import count_shard_nbytes, load_blocks, load_packed, load_shards
+from dlo_core.loader import count_shard_nbytes, load_packed, load_shards
 from dlo_core.packed_store import PackedStore
-from dlo_core.pass_agreement import PassAgreement
 from dlo_core.progress import LoadProgress, reporting
 from dlo_core.readback import ReadBack
 from dlo_core.refresh import new_tensors, spec_of
 from dlo_core.remainder import Remainder, remainder_run
 from dlo_core.residents import ResidentBlocks
-from dlo_core.restore import give_back, give_back_meta, let_go, tensor_from
+from dlo_core.restore import let_go
+from dlo_core.ring_agreement import AgreeAlone, AgreeOver
 from dlo_core.salvage import Salvage, fingerprint, keep_remainders
 from dlo_core.shard import ShardPlan, trailers_nbytes
 from dlo_core.slots import Pool
 from dlo_core.source import ModuleTensor
 from dlo_core.state import ModelState
 from dlo_core.streamer import Streamer
-from dlo_core.tape import FirstPass, Tape, agreed
+from dlo_core.tape import Tape
 from dlo_core.transfer import LocalTransfer, Transfer
 from dlo_core.travelling import BlockTimes, TravellingBlock, expected_trailers
 from dlo_core.unpack import PackedUnpack, RawUnpack, UnpackEach
+from dlo_core.values import fetch_gathered, fetch_stored, give_back_blocks, tensors_in
 from dlo_core.watch import Watch
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from dlo_core.agreement import Agreement
+    from dlo_core.borrowing import Borrower
     from dlo_core.config import OffloadConfig
     from dlo_core.host import HostStore
     from dlo_core.interface import Backend, Collective
@@ -238,9 +241,9 @@ class Engine:
         first = 0
         ours: dict[int, int] = {}
         for model, plan in enumerate(self.plans):
-            agree: Agree = _AgreeAlone()
+            agree: Agree = AgreeAlone()
             if self.transfer.gathers:
-                agree = _AgreeOver(agreement, self._timeout_s, model, self.pool)
+                agree = AgreeOver(agreement, self._timeout_s, model, self.pool)
             count = len(plan.layouts)
             bindings = [
                 BlockBinding(block.module, owned, layout, self._backend.device, ours=ours)
@@ -493,80 +496,27 @@ class Engine:
     def _restore(self, to: str, *, remainder_to: str = "") -> None:
         values = {} if to == "meta" else self._fetch()
         for index, (plan, streamer) in enumerate(zip(self.plans, self.streamers, strict=True)):
-            self._restore_blocks(plan, streamer, values, to)
+            give_back_blocks(plan, streamer, values, to)
             for remainder in self.remainders[index]:
                 remainder.detach(remainder_to or to)
             self._hooks[index].detach()
-
-    def _restore_blocks(
-        self, plan: ModelPlan, streamer: Streamer, values: dict[int, list[torch.Tensor]], to: str
-    ) -> None:
-        parts = zip(plan.inventory.streamed, plan.layouts, streamer.bindings, strict=True)
-        for number, (owned, layout, binding) in enumerate(parts, start=streamer.first_block):
-            rows = zip(owned, layout.tensors, binding.placeholders, strict=True)
-            for index, (item, spec, placeholder) in enumerate(rows):
-                if to == "meta":
-                    give_back_meta(item, spec, ours=_is(placeholder))
-                else:
-                    host, grad = values[number][index], placeholder.requires_grad
-                    give_back(item, host, ours=_is(placeholder), requires_grad=grad)
 
     def _fetch(self) -> dict[int, list[torch.Tensor]]:
         """Return the values of every block's tensors in host memory of their own."""
         if not self.transfer.gathers and self.store.reads and not self.mixed:
             self._settle()
             return {
-                number: _tensors(layout, self.store.whole(number))
+                number: tensors_in(layout, self.store.whole(number))
                 for number, layout in enumerate(self.layouts)
             }
         if not self.edited and all(plan.checkpoint is not None for plan in self.plans):
-            return self._fetch_stored()
-        return self._fetch_gathered()
+            return fetch_stored(self.plans, self._load_threads)
+        return fetch_gathered(self.streamers, self.pool, self.transfer, self._backend, self.layouts)
 
     def _settle(self) -> None:
         """Wait for copies under way; a failed stream has nothing under way."""
         if self.pool.failure is None:
             self.transfer.settle()
-
-    def _fetch_stored(self) -> dict[int, list[torch.Tensor]]:
-        values: dict[int, list[torch.Tensor]] = {}
-        for plan in self.plans:
-            assert plan.checkpoint is not None
-            try:
-                blocks = load_blocks(plan, range(len(plan.layouts)), self._load_threads)
-            finally:
-                plan.checkpoint.give_back_pages()
-            for tensors in blocks:
-                values[len(values)] = tensors
-        return values
-
-    def _fetch_gathered(self) -> dict[int, list[torch.Tensor]]:
-        """Walk one whole turn of each tape; no weight collective happens outside of it."""
-        values: dict[int, list[torch.Tensor]] = {}
-
-        for streamer in self.streamers:
-            streamer.check_usable()
-            streamer.tape.walk(partial(self._fetch_block, streamer, values))
-            for number in streamer.residents.numbers:
-                self._fetch_block(streamer, values, number, self.pool.residents[number])
-        # The prefetches at the end of the walk: every rank has queued them, too.
-        self.transfer.settle()
-        return values
-
-    def _fetch_block(
-        self, streamer: Streamer, values: dict[int, list[torch.Tensor]], number: int, slot: Slot
-    ) -> None:
-        if number in values:
-            return
-        block = number - streamer.first_block
-        streamer.wait_for(slot, block)
-        run = torch.empty(self.layouts[number].nbytes, dtype=torch.uint8, device="cpu")
-        self._backend.copy(run, self.transfer.home(slot).buffer[: run.nbytes])
-        self._backend.current_stream().synchronize()
-        # The comparison of the trailers is done by now.
-        streamer.check(slot, block)
-        self.transfer.release(slot, number)
-        values[number] = _tensors(self.layouts[number], run)
 
     def salvage(self, reason: str, host: tuple[str | None, int | None]) -> Salvage:
         """Take the models off, release everything but the host shards, and return these.
@@ -657,10 +607,6 @@ class Engine:
         self.restore("meta")
 
 
-def _is(mine: object) -> Callable[[object], bool]:
-    return lambda present: present is mine
-
-
 def _attribute_run(plan: ModelPlan) -> torch.Tensor:
     """Return the plain attributes' bytes, in host memory of their own."""
     layout = plan.attribute_layout
@@ -669,17 +615,6 @@ def _attribute_run(plan: ModelPlan) -> torch.Tensor:
         part = run[spec.offset : spec.offset + spec.nbytes]
         plan.sources[spec.name].read(spec, 0, spec.nbytes, part)
     return run
-
-
-def _tensors(layout: BlockLayout, run: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor_from(spec, run) for spec in layout.tensors]
-
-
-class Borrower(Protocol):
-    """Whatever codes in device memory."""
-
-    def borrow_from(self, borrow: Callable[[], Sequence[torch.Tensor]]) -> None:
-        """Use these buffers."""
 
 
 class Choice(Protocol):
@@ -701,54 +636,8 @@ class Choice(Protocol):
         """Leave the form as it is from now on."""
 
 
-def spare_buffers(pool: Pool, transfer: Transfer) -> list[torch.Tensor]:
-    """Return slots and homes, free to be written between two passes; what they hold is forgotten.
-
-    Args:
-        pool: Has them; nothing where it is busy, in a pass, failed, or nobody's yet.
-        transfer: Fills them.
-    """
-    owner = pool.owner
-    if owner is None or owner.open or pool.busy or pool.failure is not None:
-        return []
-    transfer.settle()
-    transfer.stand_still()
-    owner.forget()
-    transfer.forget_decoded()
-    return [slot.buffer for slot in (*pool.slots, *pool.homes)]
-
-
 def _ask(engine: weakref.ref[Engine], streamer: Streamer) -> None:
     """Ask the choice, if there is one; weakly, so that an engine ends with its last user."""
     alive = engine()
     if alive is not None and alive.choice is not None:
         alive.choice.before_pass(streamer)
-
-
-class _AgreeAlone:
-    """One rank, or ranks that do not gather: each takes the order that it saw."""
-
-    def __call__(self, mine: FirstPass, serve: Callable[[int], None]) -> FirstPass:
-        return mine
-
-    def announce(self, wanted: int) -> None:
-        """Tell nobody."""
-
-
-class _AgreeOver:
-    """The exchange over the control group; see [Note: the first pass] in tape.py."""
-
-    def __init__(self, agreement: Agreement, timeout_s: float, model: int, pool: Pool) -> None:
-        self._agreement = agreement
-        self._passes = PassAgreement(agreement, pool, timeout_s)
-        self._topic = f"fills of model {model}"
-
-    def __call__(self, mine: FirstPass, serve: Callable[[int], None]) -> FirstPass:
-        def meanwhile() -> None:
-            serve(self._agreement.announced(self._topic))
-
-        what = "the ring order after the first pass"
-        return agreed(self._passes.exchange(mine, what, meanwhile))
-
-    def announce(self, wanted: int) -> None:
-        self._agreement.announce(self._topic, wanted)
