@@ -11,7 +11,7 @@ import torch
 from kernels import InnerCalls
 from mutations import mutant, packed_sites
 from test_kit import Run, caught_by
-from toys import Block, Toy, inputs, make_toy
+from toys import Block, Toy, inputs, make_toy, same_bits, twin
 
 import dlo_core as dlo
 from dlo_core import engine as engine_module
@@ -19,6 +19,7 @@ from dlo_core.errors import UseError
 from dlo_core.packed_choice import PackedChoice
 from dlo_core.packed_figures import Figures
 from dlo_core.testing import MODES, Recorder, SimBackend
+from dlo_core.transfer import Transfer
 
 if TYPE_CHECKING:
     from dlo_core.streamer import Streamer
@@ -140,6 +141,54 @@ def test_no_random_changes_of_the_form_have_a_race_or_change_a_bit(
     run()
     assert run.races == []
     assert all(order == run.world.collectives[0] for order in run.world.collectives)
+
+
+class Reading(Run):
+    """A run in which the weights are read and written between its passes, over borrowed slots."""
+
+    def _rank(self, rank: int) -> list[str]:
+        recorder = self.recorders[rank]
+        backend = SimBackend(self.world, rank, recorder=recorder)
+        model = heavy_toy(1)
+        resident = twin(model)
+        offloaded = dlo.offload(model, device=backend, **self._settings)
+        recorder.watch(offloaded)
+        with torch.inference_mode(), backend.compute():
+            for number in range(6):
+                x = inputs(number)
+                # The reading is on another stream than the passes.
+                with backend.stream(backend.new_compute_stream(f"compute {number}")):
+                    got = model(x)
+                if number % 2:
+                    state = model.state_dict()
+                    assert all(same_bits(state[k], v) for k, v in resident.state_dict().items())
+                if number == 2:
+                    offloaded.update_weights(resident.state_dict())
+                assert torch.equal(got, resident(x)), number
+        offloaded.shutdown()
+        return []
+
+
+@pytest.mark.parametrize(
+    "mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])]
+)
+def test_reading_packed_weights_over_borrowed_slots_has_no_race(mode: str) -> None:
+    run = Reading(mode=mode, packed=True)()
+    assert run.races == []
+    log = run.recorders[0].log
+    assert {"slot 0", "home of all blocks"} <= {each.buffer for each in log if each.op == "decode"}
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [["stand_still"], pytest.param(["settle", "stand_still"], marks=pytest.mark.slow)],
+)
+def test_borrowing_slots_without_a_wait_is_a_race(
+    waits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for wait in waits:
+        monkeypatch.setattr(Transfer, wait, lambda transfer: None)
+    assert any("race" in caught_by([Reading(mode=mode, packed=True)]) for mode in MODES)
 
 
 def test_forwards_on_several_compute_streams_have_no_race() -> None:
