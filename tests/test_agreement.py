@@ -224,20 +224,22 @@ def test_a_rank_that_never_comes_is_named_within_the_timeout(absent: int) -> Non
 
     def job(rank: int) -> Any:
         if rank == absent:
-            time.sleep(1.6)
+            dist.barrier()
             return None
         model = make_toy(N)
         before = snapshot(model)
         start = time.monotonic()
         with pytest.raises(dlo.AgreementError) as caught:
-            dlo.offload(model, device=PoisonBackend(0), group=world(), load_timeout_s=0.6)
+            dlo.offload(model, device=PoisonBackend(0), group=world(), load_timeout_s=2.0)
+        seconds = time.monotonic() - start
+        dist.barrier()
         assert_restored(model, before)
-        return time.monotonic() - start, str(caught.value)
+        return seconds, str(caught.value)
 
     for rank, answer in enumerate(run_ranks(job, 3)):
         if rank != absent:
             seconds, text = answer
-            assert 0.5 < seconds < 2.6
+            assert 1.9 < seconds < 10
             assert f"rank {absent} (global rank {absent}) did not come" in text
             assert "load_timeout_s" in text
 
@@ -251,8 +253,7 @@ def test_after_a_rank_did_not_come_all_can_try_again() -> None:
         if rank != 1:
             with pytest.raises(dlo.AgreementError):
                 dlo.offload(model, device=PoisonBackend(0), group=world(), load_timeout_s=0.8)
-        else:
-            time.sleep(2.0)
+        dist.barrier()
         offloaded = dlo.offload(model, device=PoisonBackend(0), group=world(), load_timeout_s=20)
         equal = torch.equal(model(inputs(rank)), reference(inputs(rank)))
         offloaded.disable()
@@ -287,7 +288,7 @@ def test_a_rank_that_is_slow_is_waited_for() -> None:
 
         def slow(progress: dlo.LoadProgress) -> None:
             if not calls:
-                time.sleep(1.6)
+                time.sleep(2.6)
             calls.append(progress)
 
         model = make_toy(N)
@@ -298,7 +299,7 @@ def test_a_rank_that_is_slow_is_waited_for() -> None:
             device=PoisonBackend(0),
             group=world(),
             progress=slow if rank == 1 else False,
-            timeout_s=1.0,
+            timeout_s=2.0,
         )
         equal = torch.equal(model(inputs(rank)), reference(inputs(rank)))
         offloaded.disable()
@@ -422,7 +423,7 @@ def test_a_peer_that_stops_is_an_error_within_the_timeout_and_closes_the_offload
         )
         model(inputs())
         if rank == 1:
-            time.sleep(1.8)
+            dist.barrier()
             return None
 
         def passes() -> None:
@@ -449,13 +450,14 @@ def test_a_peer_that_stops_is_an_error_within_the_timeout_and_closes_the_offload
         offloaded.shutdown()
         closing = time.monotonic() - start
         offloaded.disable(to="meta")
+        dist.barrier()
         error = caught.value
         facts = (error.rank, error.block, error.fill) if isinstance(error, dlo.FillError) else None
         return waited, closing, str(error), type(error).__name__, facts
 
     waited, closing, text, kind, facts = run_ranks(job, 2)[0]
-    assert waited < 1.7
-    assert closing < 1.0
+    assert waited < 8
+    assert closing < 5
     assert "blocks." in text
     if use != "disable":
         assert kind in ("FillTimeout", "FillError")
@@ -473,10 +475,11 @@ def test_a_timeout_is_told_from_a_broken_connection() -> None:
         dlo.offload(model, device=PoisonBackend(0), group=world(), timeout_s=0.6)
         model(inputs())
         if rank == 1:
-            time.sleep(1.5)
+            dist.barrier()
             return ""
         with pytest.raises(dlo.FillError) as caught:
             run_until_it_fails(model)
+        dist.barrier()
         return type(caught.value).__name__
 
     assert run_ranks(job, 2)[0] == "FillTimeout"

@@ -47,7 +47,7 @@ def test_a_part_that_fails_or_hangs_is_told_and_the_others_run(
         tool.Part("absent", ["no-such-program"], needed=False),
         python(tool, "good", "print('fine')"),
         python(tool, "bad", "print('broken'); raise SystemExit(3)"),
-        python(tool, "hanging", hangs, limit_s=1.0),
+        python(tool, "hanging", hangs, limit_s=4.0),
         python(tool, "slack", "raise SystemExit(4)", needed=False),
     ]
     monkeypatch.setattr(tool, "parts", lambda small, pytest_arguments: todo)
@@ -62,10 +62,10 @@ def test_a_part_that_fails_or_hangs_is_told_and_the_others_run(
         "fine",
         "=== bad: exit status 3",
         "broken",
-        "=== hanging: not done after 1 s",
+        "=== hanging: not done after 4 s",
         "begun",
         "=== slack: exit status 4",
-        "=== FAILED: bad (exit status 3); hanging (not done after 1 s)\n",
+        "=== FAILED: bad (exit status 3); hanging (not done after 4 s)\n",
     ):
         assert words in report
     assert "FAILED: bad" in capsys.readouterr().out

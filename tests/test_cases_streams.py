@@ -221,9 +221,8 @@ def one_pass_less(rank: int) -> str:
                 told = str(error)
                 break
             assert torch.equal(out, resident(inputs(number)))
-    if rank == 1:
-        # Stay, so that the other one does not hear of it by a closed connection.
-        time.sleep(2.5)
+    # Stay, so that the other one does not hear of it by a closed connection.
+    dist.barrier()
     assert time.monotonic() - start < 10
     offloaded.shutdown()
     return told
@@ -260,14 +259,18 @@ def slow_to_load(rank: int, path: str) -> None:
     with torch.device("meta"):
         model = Toy([Block() for _ in range(3)])
     model.position = torch.zeros(8)
-    late = (lambda progress: time.sleep(0.7)) if rank else False
+
+    def late(progress: dlo.LoadProgress) -> None:
+        if progress.done_nbytes == progress.total_nbytes:
+            time.sleep(3.5)
+
     offloaded = dlo.offload(
         model,
         device=CpuBackend(),
         group=dist.group.WORLD,
         checkpoint=path,
-        timeout_s=1.0,
-        progress=late,
+        timeout_s=3.0,
+        progress=late if rank else False,
     )
     with torch.inference_mode():
         model(inputs(rank))

@@ -479,15 +479,17 @@ def test_shutdown_waits_for_no_peer(depth: int, stages: int) -> None:
         )
         model(inputs())
         if rank == 1:
-            time.sleep(1.5)
+            dist.barrier()
             return 0.0
         with offloaded.run_pass():
             pass
         start = time.monotonic()
         offloaded.shutdown()
-        return time.monotonic() - start
+        took_s = time.monotonic() - start
+        dist.barrier()
+        return took_s
 
-    assert run_ranks(job, 2)[0] < 1.0
+    assert run_ranks(job, 2)[0] < 10
 
 
 SCRIPT = """

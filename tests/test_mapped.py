@@ -606,13 +606,13 @@ def test_a_read_that_hangs_is_a_timeout_and_holds_no_shutdown(
     monkeypatch.setattr(Worker, "close", lambda self: close(self, 0.2))
     model = make_toy(5)
     backend = PinningBackend()
-    offloaded = start(model, checkpoint, backend, timeout_s=0.3)
+    offloaded = start(model, checkpoint, backend, timeout_s=1.0)
     hang[0] = True
-    with pytest.raises(dlo.FillTimeout, match=r"blocks\.2.*timed out after 0\.3 s"):
+    with pytest.raises(dlo.FillTimeout, match=r"blocks\.2.*timed out after 1 s"):
         run_passes(model, 2)
     began = time.monotonic()
     offloaded.shutdown()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 5.0
     # What the thread may still write into is not given back before it ends.
     assert len(mapped._unended) == 1
     assert backend.counted.taken == 2 * 1024

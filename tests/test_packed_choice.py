@@ -877,7 +877,7 @@ def test_what_fails_on_one_rank_at_the_switch_is_an_error_on_all(
 def test_a_rank_that_does_not_come_to_the_choice_is_named() -> None:
     def child(rank: int) -> None:
         model = Model(2)
-        given: dict[str, Any] = {"timeout_s": 1.0, "load_timeout_s": 20.0, "packed": "auto"}
+        given: dict[str, Any] = {"timeout_s": 2.5, "load_timeout_s": 20.0, "packed": "auto"}
         offloaded = dlo.offload(model, device="cpu", group=torch.distributed.group.WORLD, **given)
         with torch.inference_mode():
             for _ in range(3):

@@ -266,7 +266,7 @@ def test_an_interrupt_while_the_threads_read_is_heard_at_once(
         calls.append(offset)
         if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.03)
+        time.sleep(0.2)
         return preadv(file, outs, offset)
 
     monkeypatch.setattr(os, "preadv", slow)

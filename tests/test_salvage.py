@@ -39,7 +39,7 @@ def empty_toy() -> Toy:
 
 
 def offload(model: Toy, **options: Any) -> dlo.LayerwiseOffload:
-    given: dict[str, Any] = {"timeout_s": 0.4, "load_timeout_s": 20.0, **options}
+    given: dict[str, Any] = {"timeout_s": 1.2, "load_timeout_s": 20.0, **options}
     return dlo.offload(model, device=PoisonBackend(0), group=dist.group.WORLD, **given)
 
 

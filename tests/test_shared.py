@@ -365,11 +365,11 @@ def test_a_rank_that_is_slow_is_named(checkpoint: Path) -> None:
     def body(rank: int) -> str:
         def listen(progress: LoadProgress) -> None:
             if rank == 1 and progress.done_nbytes == progress.total_nbytes:
-                time.sleep(2.5)
+                time.sleep(7)
 
         began = time.monotonic()
-        text = refused(rank, dlo.AgreementError, checkpoint, 0, progress=listen, load_timeout_s=1.0)
-        assert rank == 1 or time.monotonic() - began < 8.0
+        text = refused(rank, dlo.AgreementError, checkpoint, 0, progress=listen, load_timeout_s=3.0)
+        assert rank == 1 or time.monotonic() - began < 20.0
         return text
 
     texts = run_ranks(body, 3)
@@ -426,7 +426,7 @@ def test_a_job_that_is_killed_at_any_moment_leaves_no_segment(
         elif moment == "handed":
             Segment.__init__ = die  # type: ignore[method-assign]
         progress = die if moment == "read" else False
-        start(make_toy(N), PoisonBackend(0), checkpoint, progress=progress, load_timeout_s=1.0)
+        start(make_toy(N), PoisonBackend(0), checkpoint, progress=progress, load_timeout_s=5.0)
         die()
 
     with pytest.raises(RanksError) as caught:

@@ -358,7 +358,7 @@ def test_a_rank_that_stays_in_a_block_is_an_error_in_its_subgroup_alone() -> Non
     def job(rank: int) -> int:
         topology = made_topology(dp=2, sp=2)
         model = make_toy(6)
-        offloaded = dlo.offload(model, device=PoisonBackend(), topology=topology, timeout_s=0.7)
+        offloaded = dlo.offload(model, device=PoisonBackend(), topology=topology, timeout_s=2.0)
         model(inputs())
         if rank % 2 == 0:
             model(inputs())
@@ -366,7 +366,7 @@ def test_a_rank_that_stays_in_a_block_is_an_error_in_its_subgroup_alone() -> Non
             offloaded.disable()
             return -1
         if rank == 3:
-            model.blocks[1].register_forward_pre_hook(lambda module, args: time.sleep(2))
+            model.blocks[1].register_forward_pre_hook(lambda module, args: time.sleep(6))
         with pytest.raises(dlo.DloError) as caught:
             several(model)
         offloaded.shutdown()

@@ -92,7 +92,8 @@ def test_nothing_is_begun_after_the_end() -> None:
     closing = threading.Event()
     with Touching(0, 200 * PAGE, num_threads=2, madvise=advise) as touching:
         touching.reach(PAGE)
-    assert len(seen) < 10
+    # Of a hundred; this thread may be stopped for a while before it closes.
+    assert len(seen) < 100
     assert not any(thread.name.startswith("dlo-touch") for thread in threading.enumerate())
 
 

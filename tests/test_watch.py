@@ -83,7 +83,7 @@ def test_a_rank_that_is_killed_is_named_at_once() -> None:
             with pytest.raises(dlo.UseError, match="failed earlier"):
                 call()
         offloaded.shutdown()
-        quick = time.monotonic() - again < 2
+        quick = time.monotonic() - again < 10
         return error.culprit, took_s, offloaded.failed, quick
 
     with pytest.raises(RanksError) as caught:
@@ -96,7 +96,7 @@ def test_a_rank_that_is_killed_is_named_at_once() -> None:
 def _answer(job: Callable[[int], Any], rank: int) -> None:
     culprit, took_s, failed, quick = job(rank)
     assert culprit == 1
-    assert took_s < 5
+    assert took_s < 15
     assert failed
     assert quick
 
@@ -135,7 +135,7 @@ def _raise(module: Any, args: Any) -> None:
 def test_a_rank_that_shuts_down_is_named_before_the_deadline() -> None:
     def job(rank: int) -> tuple[str, int, float]:
         model = make_toy(N)
-        offloaded = offload(model, timeout_s=4.0)
+        offloaded = offload(model, timeout_s=15.0)
         passes(model, 2)
         if rank == 1:
             offloaded.shutdown()
@@ -148,7 +148,7 @@ def test_a_rank_that_shuts_down_is_named_before_the_deadline() -> None:
     text, culprit, took_s = run_ranks(job, 2)[0]
     assert culprit == 1
     assert "closed its offload after pass 2: its offload was shut down" in text
-    assert took_s < 3.5
+    assert took_s < 12
 
 
 class Odd(Exception):
@@ -306,7 +306,7 @@ def test_a_rank_that_is_slow_or_away_for_less_than_the_deadline_is_waited_for() 
     def job(rank: int) -> bool:
         model = make_toy(N)
         reference = twin(model)
-        offloaded = offload(model, timeout_s=1.5)
+        offloaded = offload(model, timeout_s=6.0)
         for number in range(3):
             time.sleep(0.2 * rank)
             assert torch.equal(model(inputs(number)), reference(inputs(number)))
@@ -329,7 +329,7 @@ def test_the_thread_ends_with_the_offload_and_keeps_no_model() -> None:
     def job(rank: int) -> int:
         for end in ("disable", "shutdown", "forget"):
             model = make_toy(N)
-            offloaded = offload(model, timeout_s=0.5)
+            offloaded = offload(model, timeout_s=5.0)
             model(inputs())
             assert threads() == 2
             if end == "forget":
@@ -527,7 +527,7 @@ def test_a_store_that_is_stopped_is_an_error_in_time() -> None:
     """Its client would wait for ever, and keep every other thread from it."""
     child, port = start_store()
     try:
-        line = StoreLine(TCPStore("127.0.0.1", port, None, False), 0.4)
+        line = StoreLine(TCPStore("127.0.0.1", port, None, False), 20.0)
         line.set("a", "1")
         assert line.get("a") == b"1"
         board = Board(line, "here", 0, 2)
@@ -537,6 +537,7 @@ def test_a_store_that_is_stopped_is_an_error_in_time() -> None:
         assert row is not None
         assert row.position.passes == 7
         assert board.heard()[1].row is None
+        line._patience_s = 0.4
         os.kill(child, signal.SIGSTOP)
         # Its threads stop a little later.
         os.waitpid(child, os.WUNTRACED)
