@@ -44,13 +44,13 @@ class GatheringTransfer(Transfer):
         """Make the side streams.
 
         Args:
-            backend: Whose streams and copies are used.
-            pool: The slots and stages.
-            blocks: What travels, by block number.
+            backend: As for ``Transfer``.
+            pool: As there.
+            blocks: As there.
             collective: Gathers the shards.
             unpack: What is done to the gathered bytes.
-            home: Where packed blocks compute; None: blocks compute in their slots.
-            feed: Brings the shards to where they are copied from; None: they are there.
+            home: As there.
+            feed: As there.
         """
         super().__init__(backend, pool, blocks, home=home, feed=feed)
         # A gather takes a few of the units that compute; queued behind them it would come late.
